@@ -10,10 +10,17 @@ import sysconfig
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import Enum
 from types import MappingProxyType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import (
+    CallableProxyType,
+    ProxyType,
+    ReferenceType,
+    WeakKeyDictionary,
+    WeakValueDictionary,
+)
 
 import torch
 
@@ -176,3 +183,45 @@ def package_of(module: str | None) -> str:
 
 def attribute(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
+
+
+def referred(value: Any) -> Any:
+    """What a weak reference refers to, or the value itself."""
+    if isinstance(value, ProxyType | CallableProxyType):
+        with suppress(ReferenceError):
+            found: Any = value.__init__
+            return found.__self__
+    return value() if isinstance(value, ReferenceType) else value
+
+
+def leaves_held(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+    """The value, or what is in a container."""
+    value = referred(value)
+    if not depth or not is_container(value) or is_array(value):
+        yield value
+        return
+    for inner in value.values() if isinstance(value, MAPPINGS) else value:
+        yield from leaves_held(inner, depth - 1)
+
+
+def restored_to(holder: Any, before: Any) -> None:
+    """Restore a dictionary, list or set to what it had ``before``."""
+    if isinstance(holder, dict):
+        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
+            for key in [*holder]:
+                del holder[key]
+        for key, value in before.items():  # Threads may read what stays.
+            if key not in holder or holder[key] is not value:
+                holder[key] = value
+    elif isinstance(holder, list | deque):
+        if not same_value([*map(id, holder)], [*map(id, before)]):
+            holder.clear()
+            holder.extend(before)
+    elif isinstance(holder, array | bytearray):
+        holder[:] = before
+    elif is_array(holder):
+        if not same_value(holder, before):  # It may be read-only.
+            holder[...] = before
+    elif holder != before:
+        holder.clear()
+        holder.update(before)

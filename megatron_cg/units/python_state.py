@@ -16,7 +16,7 @@ import sys
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from dis import get_instructions
@@ -24,7 +24,6 @@ from functools import partial
 from itertools import accumulate
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
-from weakref import CallableProxyType, ProxyType, ReferenceType
 
 import numpy
 import torch
@@ -38,10 +37,11 @@ from megatron_cg.replay.plain import (
     RECORDS,
     attribute,
     is_array,
-    is_container,
     is_known,
     is_plain,
     package_of,
+    referred,
+    restored_to,
     same_value,
 )
 from megatron_cg.restore import Restores
@@ -50,7 +50,6 @@ from megatron_cg.upstream.patch import cells_of, undone_after
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
 DEPTH = 4
-_NESTED = 6  # As deep as rows compare containers in containers.
 _INTERNAL = frozenset(vars(nn.Module())) | {
     *("forward", "cuda_graphs", "cuda_graph_manual_hooks", "_should_call_te_cudagraph"),
     *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
@@ -438,15 +437,6 @@ class RandomState:
         self._write(pickle.loads(state))
 
 
-def referred(value: Any) -> Any:
-    """What a weak reference refers to, or the value itself."""
-    if isinstance(value, ProxyType | CallableProxyType):
-        with suppress(ReferenceError):
-            found: Any = value.__init__
-            return found.__self__
-    return value() if isinstance(value, ReferenceType) else value
-
-
 def texts(constants: tuple[Any, ...]) -> Iterator[str]:
     for constant in constants:
         if isinstance(constant, str):
@@ -551,36 +541,3 @@ def functions_in(value: Any, depth: int = DEPTH) -> Iterator[FunctionType]:
     elif depth and not isinstance(value, torch.Tensor | nn.Module):
         for part in parts_of(value):
             yield from functions_in(part, depth - 1)
-
-
-def leaves_held(value: Any, depth: int = _NESTED) -> Iterator[Any]:
-    """The value, or what is in a container."""
-    value = referred(value)
-    if not depth or not is_container(value) or is_array(value):
-        yield value
-        return
-    for inner in value.values() if isinstance(value, MAPPINGS) else value:
-        yield from leaves_held(inner, depth - 1)
-
-
-def restored_to(holder: Any, before: Any) -> None:
-    """Restore a dictionary, list or set to what it had ``before``."""
-    if isinstance(holder, dict):
-        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
-            for key in [*holder]:
-                del holder[key]
-        for key, value in before.items():  # Threads may read what stays.
-            if key not in holder or holder[key] is not value:
-                holder[key] = value
-    elif isinstance(holder, list | deque):
-        if not same_value([*map(id, holder)], [*map(id, before)]):
-            holder.clear()
-            holder.extend(before)
-    elif isinstance(holder, array | bytearray):
-        holder[:] = before
-    elif is_array(holder):
-        if not same_value(holder, before):  # It may be read-only.
-            holder[...] = before
-    elif holder != before:
-        holder.clear()
-        holder.update(before)

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_cg.errors import CaptureError, NotRestoredError
-from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
-from megatron_cg.units.python_state import PythonState, leaves_held
+from megatron_cg.replay.plain import LIBRARIES, is_known, leaves_held, same_value
+from megatron_cg.units.python_state import PythonState
 from tests.unit.units.plain import (
     REPLAYED,
     STEPS,
