@@ -141,6 +141,31 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
+def copied(value: Any, memory: dict[int, torch.UntypedStorage | None]) -> Any:
+    """A copy with its strides, behind a node of this package: it is known whose result it is.
+
+    ``memory`` has by address the copies so far, so that tensors which share memory still do. None
+    there means that nothing is copied.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if type(value) is not torch.Tensor or value.is_conj() or value.is_neg():
+        return pass_on(value, torch.clone, _same)
+    storage, layout = (
+        value.untyped_storage(),
+        (value.storage_offset(), value.size(), value.stride()),
+    )
+    if storage.data_ptr() not in memory:
+        memory[storage.data_ptr()] = storage.clone()
+    if (copy := memory[storage.data_ptr()]) is None:
+        return value
+    return pass_on(value, lambda tensor: tensor.new_empty(0).set_(copy, *layout), _same)
+
+
+def _same(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
 def local(tensor: Any) -> Any:
     """What this rank has of a DTensor, once it is there; anything else itself."""
     if isinstance(tensor, DTensor):

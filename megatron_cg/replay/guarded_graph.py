@@ -49,12 +49,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_cg.consensus import exchange as agreement
 from megatron_cg.consensus.process_exit import arm_fast_exit
 from megatron_cg.errors import ReplayMismatchError
-from megatron_cg.replay.borders import local, own_gradient, pass_on
+from megatron_cg.replay.borders import copied, local, own_gradient
 from megatron_cg.replay.guard import Guard, Mismatch
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.plain import is_plain
@@ -349,6 +350,8 @@ class GuardedGraph:
         self._replays, self._replayed, self._gives_copies = True, False, False
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
         """Which outputs need no gradient."""
+        self._own: dict[int, torch.UntypedStorage | None] = {}
+        """The addresses of the memory of weights and buffers."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, or run the region eagerly.
@@ -405,13 +408,21 @@ class GuardedGraph:
         if is_first:
             memory = self._guard.inputs.memory
             self._gives_copies = are_returned(memory, tree_flatten(outputs)[0])
+            layer = self._unit.layer
+            own = [local(one) for one in (*layer.parameters(), *layer.buffers())]
+            plain = [one for one in own if type(one) in (torch.Tensor, nn.Parameter)]
+            self._own = dict.fromkeys(one.untyped_storage().data_ptr() for one in plain)
         has_backward = self.in_flight.begin(
             self._index, self._unit, outputs, self._before_backward, len(args) + len(kwargs)
         )
         if self._constant:
             outputs = self._as_captured(outputs)
         # Without a backward nothing tells how long outputs are used, so the caller gets copies.
-        return outputs if has_backward and not self._gives_copies else tree_map(_own, outputs)
+        return outputs if has_backward and not self._gives_copies else self.copies(outputs)
+
+    def copies(self, outputs: Any) -> Any:
+        """Copies, but what lies in the memory of weights or buffers itself, as in eager passes."""
+        return tree_map(partial(copied, memory=dict(self._own)), outputs)
 
     def __getattr__(self, name: str) -> Any:
         # For reset, and for backward_dw, of which Megatron asks with hasattr whether it is there.
@@ -497,10 +508,3 @@ def are_returned(inputs: Sequence[range], outputs: Sequence[Any]) -> bool:
     """
     addresses = [value.data_ptr() for value in outputs if isinstance(value, torch.Tensor)]
     return len(inputs) > 1 and any(one in own for own in inputs for one in addresses)
-
-
-def _own(value: Any) -> Any:
-    """A copy, behind a node of this package, so that ``units/sums.py`` knows whose result it is."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return pass_on(value, torch.clone, lambda gradient: gradient)

@@ -54,18 +54,29 @@ class Results:
     layouts: Mapping[int, Layout]
     """Of outputs of the graph that are DTensors, by number."""
 
-    def rebuild(self, outputs: Sequence[Any], arguments: Mapping[str, torch.Tensor]) -> Any:
+    def rebuild(
+        self,
+        outputs: Sequence[Any],
+        arguments: Mapping[str, torch.Tensor],
+        copies: Callable[[list[Any]], list[Any]],
+    ) -> Any:
         """Set the attributes, and return what the pass returns, with these tensors."""
         tensors: dict[Any, Any] = {**arguments, **dict(enumerate(outputs))}
         for number, layout in self.layouts.items():
             tensors[number] = layout.from_graph(tensors[number])
+        # Copies: an attribute, and what a loop collects from it, outlive the pass.
+        only_set = copies([tensors[key] for key in self._only_set])
+        tensors |= zip(self._only_set, only_set, strict=True)
         for (module, name), mark in self.attributes.items():
-            made = tensors[mark.key]
-            # A copy: the attribute, and what a loop collects from it, outlive the pass.
-            is_only_set = isinstance(mark.key, int) and mark not in self.leaves
-            vars(module)[name] = made.clone() if is_only_set else made
+            vars(module)[name] = tensors[mark.key]
         filled = [tensors[leaf.key] if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(filled, self.spec)
+
+    @cached_property
+    def _only_set(self) -> list[int]:
+        """The numbers of outputs that are set as attributes and not returned."""
+        marks = (mark for mark in self.attributes.values() if mark not in self.leaves)
+        return [mark.key for mark in marks if isinstance(mark.key, int)]
 
     @cached_property
     def returned(self) -> set[Any]:
@@ -269,7 +280,7 @@ class ModuleUnit(Unit):
                 if mismatch is not None:
                     return mismatch
                 given = self._form.by_name(inputs, by_name)
-                value = results.rebuild(made, given)
+                value = results.rebuild(made, given, graph.copies)
                 if self._watches:
                     kept = [one for one in self.watched if one.shares]
                     self.watched = [*kept, *self._watch(value, given)]

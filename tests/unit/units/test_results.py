@@ -1,0 +1,53 @@
+"""What a replay returns and sets lies in memory as after an eager pass: strides, views, buffers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.unit.units.plain import (
+    REPLAYED,
+    ROWS,
+    UNITS,
+    WIDTH,
+    Training,
+    Unit,
+    assert_as_eager,
+    backward,
+)
+
+
+class Tower(Unit):
+    """Is frozen, so a replay gives copies of what it returns and sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("bank", "rows"):
+            self.register_buffer(name, torch.zeros(ROWS, WIDTH))
+        self.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        self.kept = (y * 2).t()[1:]
+        self.part, self.row, self.same = self.kept[:, :2], self.rows[1], self.kept
+        return y[:, 1:], y[:, :1].expand(ROWS, 3), y + self.bank.mean() + self.rows.sum(), self.bank
+
+
+def test_copies_have_the_strides_and_share_the_memory_of_eager_results() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        tower, head = run.model
+        *made, y, bank = tower(x.detach())
+        made += [y, tower.kept, tower.part, tower.row]
+        bank[run.step % ROWS], tower.row[0] = y[0], run.step
+        start = made[0].untyped_storage().data_ptr(), tower.kept.untyped_storage().data_ptr()
+        facts = [made[1].untyped_storage().data_ptr() == start[0], tower.same is tower.kept]
+        facts += [tower.part.untyped_storage().data_ptr() == start[1]]
+        facts += [n for one in made for n in (*one.stride(), one.storage_offset())]
+        loss = backward(head(y).square().mean())
+        return torch.tensor([float(loss), *facts])
+
+    def make() -> nn.ModuleList:
+        return nn.ModuleList([Tower(), nn.Linear(WIDTH, WIDTH)])
+
+    counts = {"replayed": REPLAYED // UNITS, "mismatched": 0}
+    assert_as_eager(counts, make, microbatch, units="0")
