@@ -28,6 +28,7 @@ Note [Checkpointing around a unit]
 from __future__ import annotations
 
 import dis
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -246,10 +247,10 @@ class _Expanded(Input):
 
 
 class _AliasOf(Mark):
-    """A tensor that the call gives a second time, so that a graph sums the gradients of both."""
+    """A tensor that the call gives a second time, as code may ask; gradients of both are summed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"the tensor of argument {name}")
+        super().__init__(f"that of argument {name}")
         self.name = name
         """Where it is given first."""
 
@@ -267,6 +268,10 @@ class CallSpec:
     """By name, a mark for each tensor, also inside of containers, and every constant itself."""
     specs: tuple[pytree.TreeSpec | None, ...]
     """The containers of each argument; None if it is no container."""
+    twins: tuple[tuple[int, int], ...]
+    """Each list, dict and object of these, and the first that is the same one, as code may ask."""
+    keeps_order: bool
+    """Whether code may see the order of keywords."""
 
     @classmethod
     def of(
@@ -281,10 +286,13 @@ class CallSpec:
         for (place, *path), leaf in pytree.tree_leaves_with_path(values, is_leaf=_is_leaf):
             name = f"{names[place.idx]}{pytree.keystr(tuple(path))}"  # type: ignore[attr-defined]
             marks[name] = _AliasOf(seen[id(leaf)]) if id(leaf) in seen else _mark_of(leaf, name)
-            if isinstance(marks[name], Input) and leaf.requires_grad:
+            if isinstance(marks[name], Input):
                 seen[id(leaf)] = name
         specs = [None if _is_leaf(one) else pytree.tree_structure(one, _is_leaf) for one in values]
-        return cls(positions, tuple(kwargs), marks, tuple(specs))
+        twins = _twins([*args, *kwargs.values()], specs)
+        kinds = {one.kind for one in inspect.signature(forward).parameters.values()}
+        keeps_order = inspect.Parameter.VAR_KEYWORD in kinds
+        return cls(positions, tuple(kwargs), marks, tuple(specs), twins, keeps_order)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -305,7 +313,7 @@ class CallSpec:
                 continue
             again = seen.get(id(value))
             if isinstance(mark, Input):
-                fits = mark.is_like(value) and not (again is not None and value.requires_grad)
+                fits = again is None and mark.is_like(value)
             else:
                 fits = again == mark.name if isinstance(mark, _AliasOf) else same_value(mark, value)
             if not fits:
@@ -315,7 +323,8 @@ class CallSpec:
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | Mismatch:
-        if len(args) != len(self.positions) or kwargs.keys() != set(self.keywords):
+        order = tuple if self.keeps_order else set
+        if len(args) != len(self.positions) or order(kwargs) != order(self.keywords):
             return Mismatch(
                 "structure",
                 "the way of its call",
@@ -323,10 +332,10 @@ class CallSpec:
                 _way(args, kwargs),
                 "Pass the same arguments, by position and by name, in each step.",
             )
-        values = [*map(in_parts, args), *(in_parts(kwargs[name]) for name in self.keywords)]
+        given = [*args, *(kwargs[name] for name in self.keywords)]
         leaves: list[Any] = []
         names = (*self.positions, *self.keywords)
-        for name, spec, value in zip(names, self.specs, values, strict=True):
+        for name, spec, value in zip(names, self.specs, map(in_parts, given), strict=True):
             if spec is None and _is_leaf(value):
                 leaves.append(value)
                 continue
@@ -335,6 +344,9 @@ class CallSpec:
                 another = spec and Mark(f"another {spec.type.__name__}")
                 return _mismatch(name, another or self.marks[name], value)
             leaves += found
+        for (n, was), (_, now) in zip(self.twins, _twins(given, self.specs), strict=True):
+            if was != now:
+                return _mismatch(names[n], _AliasOf(names[was]), _AliasOf(names[now]))
         return leaves
 
     def join(
@@ -353,6 +365,8 @@ class CallSpec:
             next(left) if of is None else pytree.tree_unflatten(islice(left, of.num_leaves), of)
             for of in self.specs
         ]
+        for n, first in self.twins:
+            values[n] = values[first]
         count = len(self.positions)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
@@ -376,6 +390,13 @@ class CallSpec:
 
 def _way(args: Sequence[Any], kwargs: Iterable[str]) -> str:
     return f"with {len(args)} arguments by position, and by name {', '.join(kwargs) or 'none'}"
+
+
+def _twins(given: Sequence[Any], specs: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    first: dict[int, int] = {}
+    pairs = enumerate(zip(given, specs, strict=True))
+    held = ((n, id(one)) for n, (one, spec) in pairs if spec and spec.type in _CONTAINERS[1:])
+    return tuple((n, first.setdefault(key, n)) for n, key in held)
 
 
 def _is_leaf(value: Any) -> bool:

@@ -51,7 +51,7 @@ class Packed(NamedTuple):
 NESTED = call(Y, (X, MASK), mask={"full": [MASK, 3], "none": None})
 TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
     (forward, call(X, True, Y, mask=MASK, scale=1), X, {"y": Y, "mask": MASK}),
-    (forward, NESTED, Y, {"flag[0]": X, "flag[1]": MASK, "mask['full'][0]": MASK}),
+    (forward, NESTED, Y, {"flag[0]": X, "flag[1]": MASK}),
     (forward, call((X, Y)), X, {"x[1]": Y}),
     (forward, call(mask=(None, MASK), x=X), MASK, {"x": X}),
     (variadic, call(1, X, Y, x=MASK), X, {"number 2": Y, "x": MASK}),
@@ -75,6 +75,7 @@ def test_tensors_are_taken_out_and_put_back(
 
 GIVEN = torch.ones(1, 3).expand(4, 3)
 LEAF, OTHER = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+LIST = [MASK]
 FULL = call(X, True, Y, mask=MASK, scale=1)
 MISMATCHES: list[tuple[Call, Call, str]] = [
     (FULL, call(X, False, Y, mask=MASK, scale=1), "argument flag"),
@@ -93,6 +94,10 @@ MISMATCHES: list[tuple[Call, Call, str]] = [
     (call(X, Packed(Y, 7)), call(X, Packed(Y, 8)), "argument flag.longest"),
     (call(LEAF, 1, LEAF), call(LEAF, 1, Y), "argument y"),
     (call(LEAF, 1, OTHER), call(LEAF, 1, LEAF), "argument y"),
+    (call(X, 1, X), call(X, 1, Y), "argument y"),
+    (call(X, 1, Y), call(X, 1, X), "argument y"),
+    (call(X, LIST, LIST), call(X, LIST, [*LIST]), "argument y"),
+    (call(X, LIST, [*LIST]), call(X, LIST, LIST), "argument y"),
 ]
 """A captured call, another one, and what differs."""
 
@@ -114,6 +119,18 @@ def test_a_mask_that_comes_and_goes_is_named(made: Call) -> None:
 def test_equal_constants_and_another_order_of_keywords_are_none() -> None:
     form = CallSpec.of(forward, *call(X, X.shape, y=float("nan"), scale=1))
     assert form.split(*call(X, torch.Size([1]), scale=1, y=float("nan")))[2] is None
+
+
+def test_order_of_keywords_counts_where_code_may_see_it() -> None:
+    form = CallSpec.of(variadic, *call(X, a=Y, b=MASK))
+    mismatch = form.split(*call(X, b=MASK, a=Y))[2]
+    assert mismatch is not None and mismatch.subject == "the way of its call"
+
+
+def test_a_list_or_tensor_that_is_given_twice_is_the_same_one() -> None:
+    form = CallSpec.of(forward, *call(X, LIST, LIST, mask=X))
+    args, kwargs = form.join(*form.split(*call(X, LIST, LIST, mask=X))[:2])
+    assert args[1] is args[2] and kwargs["mask"] is args[0]
 
 
 def test_a_container_that_changes_later_does_not_change_the_form() -> None:
