@@ -263,8 +263,8 @@ class Watched:
 class Addresses:
     """The tensors of one unit, and their addresses in capture's forward and backward passes.
 
-    In the forward pass also their layout (``w.data = w.data.t()``): a graph reads memory in that of
-    capture. Of quantized tensors neither has a meaning.
+    In the forward pass also their layout and dtype (``w.data = w.data.t()``): a graph reads memory
+    in those of capture. Of quantized tensors none has a meaning.
     """
 
     def __init__(self, watched: Iterable[Watched] = ()) -> None:
@@ -282,6 +282,7 @@ class Addresses:
         for item in self._watched:
             if not is_quantized(item.tensor):
                 rows += [(item.tensor.stride, "layout", item), (item.tensor.size, "layout", item)]
+                rows.append((partial(getattr, item.tensor, "dtype"), "dtype", item))
         self._rows = rows
         reads = [read for read, _, _ in rows]
         self._read = {True: reads, False: reads[: len(self._watched)]}

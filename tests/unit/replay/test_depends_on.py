@@ -266,6 +266,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         lambda unit: setattr(unit.late.weight, "data", unit.late.weight.data.t()),
         *(1, "the layout of parameter late.weight in the forward pass was (8, 1)"),
     ),
+    "address: dtype": (
+        lambda unit: setattr(unit.table, "data", unit.table.data.view(torch.int32)),
+        *(1, "the dtype of buffer table in the forward pass was torch.float32"),
+    ),
     "switches": (
         lambda _: torch._C._set_fp32_precision_setter("cuda", "conv", "ieee"),
         *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=fp32_precision now"),
