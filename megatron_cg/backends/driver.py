@@ -175,10 +175,13 @@ def _reached(recorded: Recorded, grads: Sequence[torch.Tensor | None]) -> Tensor
 
 
 def _without_gradient(recorded: Recorded, inputs: Sequence[Any]) -> list[int]:
-    """The outputs that depend on no input that needs a gradient now; all did at capture."""
-    if not recorded.reached or all(
-        value.requires_grad or not static.requires_grad
-        for static, value in zip(recorded.inputs, inputs, strict=False)
+    """The outputs that depend on nothing that needs a gradient now; all did at capture."""
+    if not recorded.reached or (
+        all(one.requires_grad for one in recorded.parameters)
+        and all(
+            value.requires_grad or not static.requires_grad
+            for static, value in zip(recorded.inputs, inputs, strict=False)
+        )
     ):
         return []
     given = zip(recorded.inputs, (*inputs, *recorded.parameters), strict=True)

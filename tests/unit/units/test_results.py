@@ -9,6 +9,7 @@ from tests.unit.units.plain import (
     REPLAYED,
     ROWS,
     UNITS,
+    WARMUP,
     WIDTH,
     Training,
     Unit,
@@ -44,10 +45,33 @@ def test_copies_have_the_strides_and_share_the_memory_of_eager_results() -> None
         facts += [tower.part.untyped_storage().data_ptr() == start[1]]
         facts += [n for one in made for n in (*one.stride(), one.storage_offset())]
         loss = backward(head(y).square().mean())
-        return torch.tensor([float(loss), *facts])
+        return torch.tensor([float(loss.detach()), *facts])
 
     def make() -> nn.ModuleList:
         return nn.ModuleList([Tower(), nn.Linear(WIDTH, WIDTH)])
 
     counts = {"replayed": REPLAYED // UNITS, "mismatched": 0}
     assert_as_eager(counts, make, microbatch, units="0")
+
+
+class Routed(Unit):
+    """Its second result depends on the router's weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.router(x.detach())
+
+
+def test_a_result_of_what_is_frozen_later_needs_no_gradient() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        y, gate = run.model[0](x)
+        return backward((y * gate if gate.requires_grad else y * 2).square().mean())
+
+    def before(run: Training) -> None:
+        run.model[0].router.requires_grad_(run.step <= WARMUP)
+
+    counts = {"replayed": REPLAYED // UNITS, "mismatched": 0}
+    assert_as_eager(counts, lambda: nn.ModuleList([Routed()]), microbatch, 1, before)
