@@ -21,6 +21,9 @@ from tests.unit.units.plain import (
 class Tower(Unit):
     """Is frozen, so a replay gives copies of what it returns and sets."""
 
+    bank: torch.Tensor
+    rows: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         for name in ("bank", "rows"):
@@ -59,7 +62,7 @@ class Routed(Unit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, WIDTH)
+        self.router: Any = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), self.router(x.detach())
