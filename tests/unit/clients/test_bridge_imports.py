@@ -85,7 +85,7 @@ def test_a_configuration_is_checked_before_bridge_does(
     with pytest.raises(ConfigurationError) as error:
         cfg.validate()
     rules = [violation.rule for violation in error.value.violations]
-    packed = ["packed-unmeasured", "packed-micro-batch"]
+    packed = ["packed-micro-batch", "packed-unmeasured"]
     assert rules == ["double-buffer", "persistent-fallback", *packed, "te-rng-tracker"]
     assert "cfg.model.attention_dropout=0" in str(error.value)
     assert "set cfg.ddp.fsdp_double_buffer=True" in str(error.value)
