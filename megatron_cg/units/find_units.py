@@ -97,6 +97,13 @@ def _wrong_around(observer: Observer) -> Iterator[Violation]:
             "results of a replay do not share memory with an argument, or for autograd with others",
             "write into a clone, or take the unit out of units",
         )
+    for name, argument in observer.overwritten:
+        yield Violation(
+            "unit-buffer-argument",
+            f"unit {name} writes a buffer of its own, which it is given as its argument {argument}",
+            "a graph takes a copy of each argument, which the write would not reach",
+            "read the buffer as an attribute, pass a clone, or take the unit out of units",
+        )
     for name, (what, remedy) in observer.sums.shared.items():
         yield Violation(
             "unit-shared-gradients",

@@ -25,8 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import local
+from megatron_cg.replay.plain import is_plain
 from megatron_cg.units.call import CallSpec, attributes_of, in_parts, is_trained, recompute_around
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, ReadOnly
@@ -73,6 +75,10 @@ class Observer:
         self._given: Mapping[int, tuple[str, Any, torch.Tensor]] = {}
         """By id, the names, the memory and the tensors of the call that runs now. They are
         kept: its caller may drop one, or it is a compact copy, and a result could get its id."""
+        self._versions: dict[str, int] = {}
+        """By name, how often those on the memory of the unit's buffers had been written."""
+        self.overwritten: set[tuple[str, str]] = set()
+        """The units that write such an argument, and its name."""
         self._held: Mapping[Any, torch.Tensor] = {}
         """The attributes before it."""
         self._follows: dict[str, set[str]] = {}
@@ -159,6 +165,9 @@ class Observer:
         tensors, by_name, _ = form.split(args, kwargs)
         given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
         self._given = {id(one): (name_, key_of(one), one) for name_, one in given.items()}
+        own = {*map(key_of, module.buffers())}
+        inside = ((name_, one) for name_, key, one in self._given.values() if key in own)
+        self._versions = {name_: version_of(one) for name_, one in inside}
         self._held = attributes_of(module.modules())
         if before_step := self._memory.get(name):
             now = _memory_of(module)
@@ -180,6 +189,8 @@ class Observer:
             return outputs
         held = attributes_of(module.modules(), self._held)
         given, self._held, self._given = self._given, {}, {}
+        now = {name_: version_of(one) for name_, _, one in given.values()}
+        self.overwritten |= {(name, one) for one, was in self._versions.items() if now[one] != was}
         results = results_of(in_parts(outputs), held)
         made = {id(t): t for _, t in results if id(t) not in given}
         used, unwritten = self.sums.ended(name, list(filter(_has_node, made.values())))

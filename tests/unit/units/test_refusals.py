@@ -310,3 +310,29 @@ def test_what_other_leaves_of_autograd_cannot_stand_for_is_refused(way: str, wor
         model(torch.ones(3)).sum().backward()
     assert model.weight is model.kept[0] and not model.weight._backward_hooks
     assert leaf.grad is not None or words
+
+
+class Caching(Unit):
+    """Reads an argument after it has written a buffer."""
+
+    cache: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(plain.WIDTH))
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        with torch.no_grad():
+            self.cache.copy_(y.mean(0))
+        return y + cache
+
+
+def test_an_argument_that_is_a_buffer_which_the_unit_writes_is_refused() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        for layer in run.model:
+            x = layer(x, layer.cache[:])
+        return backward(x.square().mean())
+
+    words = "units 0, 1 writes a buffer of its own, which it is given as its argument cache"
+    plain.refused(ConfigurationError, words, partial(units, Caching), microbatch)
