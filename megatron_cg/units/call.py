@@ -255,7 +255,7 @@ class _AliasOf(Mark):
         """Where it is given first."""
 
 
-_TENSOR = Input("a tensor")
+_TENSOR, _PARAMETER = Input("a tensor"), Input("a parameter", nn.Parameter)
 _CONTAINERS = (tuple, list, dict, Parts)
 
 
@@ -415,10 +415,10 @@ def _mark_of(value: Any, name: str) -> Any:
         return value
     if spec_of(value) is not None:
         return Layout(value, f"argument {name}") if is_plain_tensor(local(value)) else value
-    if not _TENSOR.is_like(value):
+    if not is_plain_tensor(value) and not is_awaited(value):
         return value
     if is_awaited(value) or not (dims := _expanded_dims(value)):
-        return _TENSOR
+        return _PARAMETER if type(value) is nn.Parameter else _TENSOR
     return value if value.requires_grad else _Expanded(value, dims)
 
 

@@ -332,11 +332,15 @@ class Mark:
 
 
 class Input(Mark):
-    """A tensor that a graph gets or returns."""
+    """A tensor that a graph gets or returns, of this class, as code may ask."""
+
+    def __init__(self, text: str, kind: type = torch.Tensor) -> None:
+        super().__init__(text)
+        self._kind = kind
 
     def is_like(self, value: Any) -> bool:
         """Whether the graph can take ``value`` there."""
-        return is_plain_tensor(value) or is_awaited(value)
+        return (type(value) is self._kind and is_plain_tensor(value)) or is_awaited(value)
 
     def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the graph gets of the caller's tensor."""

@@ -239,11 +239,18 @@ def _maker(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """
     shape, stride, device = tensor.shape, tensor.stride(), tensor.device
     empty = partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=device)
-    if not tensor.is_floating_point():
-        kept = empty().copy_(tensor)
-        return lambda: kept
-    needs_gradient = tensor.requires_grad
-    return lambda: empty().zero_().requires_grad_(needs_gradient)
+    kept = None if tensor.is_floating_point() else empty().copy_(tensor)
+    kind, needs_gradient = type(tensor), tensor.requires_grad
+    plain = {name: value for name, value in vars(tensor).items() if is_plain(value)}
+
+    def make() -> torch.Tensor:
+        made = empty().zero_().requires_grad_(needs_gradient) if kept is None else kept
+        if kind is nn.Parameter:
+            made = nn.Parameter(made, needs_gradient)
+            vars(made).update(plain)
+        return made
+
+    return make
 
 
 def _has_node(value: torch.Tensor) -> bool:

@@ -336,3 +336,35 @@ def test_an_argument_that_is_a_buffer_which_the_unit_writes_is_refused() -> None
 
     words = "units 0, 1 writes a buffer of its own, which it is given as its argument cache"
     plain.refused(ConfigurationError, words, partial(units, Caching), microbatch)
+
+
+class Tied(Unit):
+    """Takes a parameter from outside."""
+
+    def forward(self, x: torch.Tensor, weight: Any) -> Any:  # type: ignore[override]
+        return super().forward(x) @ weight * (0.5 + isinstance(weight, nn.Parameter))
+
+
+class Asking(Unit):
+    def forward(self, x: torch.Tensor, weight: Any) -> Any:  # type: ignore[override]
+        return super().forward(x) @ weight * getattr(weight, "gain", 1.0)
+
+
+class Outside(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers, self.tied = units(kind), nn.Parameter(torch.eye(plain.WIDTH))
+        vars(self.tied)["gain"] = 2.0
+
+
+def tied(run: Training, x: torch.Tensor) -> torch.Tensor:
+    for layer in run.model.layers:
+        x = layer(x, run.model.tied)
+    return backward(x.square().mean())
+
+
+def test_a_parameter_that_is_given_stays_one_and_its_attributes_are_not_read() -> None:
+    counts = {"replayed": plain.REPLAYED, "mismatched": 0}
+    assert_as_eager(counts, partial(Outside, Tied), tied, units="layers.*")
+    words = "reads gain of its argument weight, a parameter"
+    plain.refused(CaptureError, words, partial(Outside, Asking), tied, units="layers.*")
