@@ -23,6 +23,7 @@ from weakref import (
 )
 
 import torch
+from torch.utils._pytree import SUPPORTED_NODES
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
@@ -194,14 +195,24 @@ def referred(value: Any) -> Any:
     return value() if isinstance(value, ReferenceType) else value
 
 
-def leaves_held(value: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """The value, or what is in a container."""
+def leaves_held(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Any]:
+    """The value, or what is in a container or in what torch's trees open, at any depth.
+
+    ``inside`` are the ids of what it is in, which it may hold in turn.
+    """
     value = referred(value)
-    if not depth or not is_container(value) or is_array(value):
+    if isinstance(value, MAPPINGS):
+        parts: Any = value.values()
+    elif is_container(value) and not is_array(value):
+        parts = value
+    elif type(value) in SUPPORTED_NODES:
+        parts, _ = SUPPORTED_NODES[type(value)].flatten_fn(value)
+    else:
         yield value
         return
-    for inner in value.values() if isinstance(value, MAPPINGS) else value:
-        yield from leaves_held(inner, depth - 1)
+    if id(value) not in inside:
+        for part in parts:
+            yield from leaves_held(part, (*inside, id(value)))
 
 
 def restored_to(holder: Any, before: Any) -> None:

@@ -6,7 +6,8 @@ import sys
 from collections import UserDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, reduce
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import repeat
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils import _pytree as pytree
 
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.replay.plain import LIBRARIES, is_known, leaves_held, same_value
@@ -269,19 +271,40 @@ def create_mask(tensor: torch.Tensor) -> Any:
     )
 
 
+@dataclass
+class Held:
+    turns: Any
+
+
 class Turns(Unit):
-    """Reads an iterator that is in containers."""
+    """Reads an iterator that is in containers, or in what torch's trees open."""
+
+    kept: Callable[[Any], Any] = staticmethod(lambda turns: UserDict(a=deque([turns])))
+    way: Callable[[Any], Any] = staticmethod(lambda kept: kept["a"][0])
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = UserDict(a=deque([repeat(0.5)]))
+        self.turns = self.kept(repeat(0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * next(self.turns["a"][0])
+        return super().forward(x) * next(self.way(self.turns))
 
 
-def test_an_iterator_in_containers_is_refused() -> None:
-    refused(CaptureError, "reads attribute turns, an iterator", lambda: units(Turns))
+class DeepTurns(Turns):
+    kept = staticmethod(lambda turns: reduce(lambda inner, _: [inner], range(9), turns))
+    way = staticmethod(lambda kept: reduce(lambda outer, _: outer[0], range(9), kept))
+
+
+class TurnsOfTree(Turns):
+    kept = staticmethod(Held)
+    way = staticmethod(lambda kept: pytree.tree_leaves(kept)[0])
+
+
+@pytest.mark.parametrize("unit", [Turns, DeepTurns, TurnsOfTree])
+def test_an_iterator_in_containers_is_refused(unit: type[Turns]) -> None:
+    if Held not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(Held)
+    refused(CaptureError, "reads attribute turns, an iterator", lambda: units(unit))
 
 
 def test_a_container_in_itself_has_its_leaves() -> None:
