@@ -94,7 +94,7 @@ class CaptureReport:
     def ended(
         self, graphs: int = 0, path: FastPath | None = None, error: BaseException | None = None
     ) -> None:
-        """So many graphs replay from now on, by the session's fast path if it has one."""
+        """So many graphs replay from now on, by a fast path if there is one, or it failed."""
         seconds, before, after = time.perf_counter() - self._since, self._before, memory()
         layers = self._units if error is None else 0
         entry = {

@@ -58,7 +58,7 @@ def generators_kept(on_device: Sequence[torch.Generator]) -> Iterator[None]:
             yield
         except BaseException:
             for generator in on_device:
-                try:
+                try:  # A draw ends a capture that it is still in; the stack restores its state.
                     torch.empty(1, device=generator.device).uniform_(generator=generator)
                 except RuntimeError:
                     generator.graphsafe_set_state(generator.clone_state())

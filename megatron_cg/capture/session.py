@@ -297,6 +297,7 @@ class GraphController:
         self.gave_up = False
         """Whether this model trains eagerly for the rest of the run."""
         self.awaits_capture = True
+        """Whether a capture is to come: not after one, after giving up, or after closing."""
 
     @property
     def counters(self) -> Counters:

@@ -7,7 +7,8 @@ layer without drop and pad.
 Note [Outside of captures]
     There the dispatcher is Megatron's, with its host reads, also where a captured region runs
     eagerly. So an eager pass costs what it costs without this package, and allows ranks with
-    different numbers of tokens. Ranks never mix the two: all of them leave a graph, or none.
+    different numbers of tokens. Ranks never mix the two: a graph with an exchange is left by all or
+    none.
 
 Note [Order of rows]
     Experts get their rows in the order in which Megatron's dispatcher passes them: by expert, then

@@ -40,9 +40,9 @@ Note [A second gradient in one pass]
 Note [One stream a copy]
     A hook runs on the stream of its gradient, and a copy on that stream needs no synchronization.
     The first waiting gradients set the stream. A gradient of another one (a shared expert may have
-    its own) is passed to Megatron-FSDP at once, there. If it is the last one of the bucket, the
-    copy of the waiting gradients is ordered after their stream. The reduction is ordered only after
-    the stream of the last copy, so each copy is ordered after the previous one.
+    its own) is passed to Megatron-FSDP at once, on its stream. If it is the last one of the bucket,
+    the copy of the waiting gradients is ordered after their stream. The reduction is ordered only
+    after the stream of the last copy, so each copy is ordered after the previous one.
 
 Note [A buffer that is still read]
     With double buffers a unit's gradients go into the buffer from which those of the unit before
@@ -66,6 +66,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
+from megatron_cg.fastpath.gather import REPLACES_RELEASE
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
@@ -74,7 +75,7 @@ _PROCESS = "_process_post_backward_gradients"
 """Megatron-FSDP's function that takes gradients."""
 
 _RELEASE = "release_module_parameters"
-"""What frees the buckets of a unit after a pass; ``gather.py`` has its fingerprint."""
+"""What frees the buckets of a unit after a pass."""
 _FREES = "wait_for_previous_grad_reduce"
 _POOL, _POOL_OF_LARGEST = "FixedPoolAllocator", "MaxPoolAllocator"
 """The allocators of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are not freed.
@@ -87,10 +88,13 @@ _TWICE = (
     "activation recompute. The FSDP fast path cannot process these as Megatron-FSDP does. "
     "To mend this, " + WITHOUT_FAST_PATH
 )
-REPLACES = fsdp_function(
-    f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
-    "what takes gradients",
-    fingerprints=("31aa215fff7f8197", "3c30337dc04e2c0b"),
+REPLACES = (
+    *fsdp_function(
+        f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
+        "what takes gradients",
+        fingerprints=("31aa215fff7f8197", "3c30337dc04e2c0b"),
+    ),
+    *REPLACES_RELEASE,
 )
 RELIES_ON = (
     *REPLACES,

@@ -11,10 +11,10 @@ Note [What autograd would have done]
     Autograd sums the gradients from all uses of a weight in one backward pass, and only then calls
     the weight's hook. Another use may be a replay of another microbatch, or anything else that
     reads a weight, such as a penalty on weights. The engine tells which uses a backward pass
-    reaches (``_will_engine_execute_node``), so gradients of one pass wait for each other: those of
-    replays for the last one, and of those and any other use, one for the other. A sum of two terms
-    does not depend on their order. Three or more may be added in another order than autograd's. The
-    engine's number of a pass identifies it; one inside another (reentrant recompute) has its own.
+    reaches (``_will_engine_execute_node``). So gradients of replays wait for the last replay. If
+    there is another use, whichever comes first waits for the other. A sum of two terms does not
+    depend on their order. Three or more may be added in another order than autograd's. The engine's
+    number of a pass identifies it; one inside another (reentrant recompute) has its own.
     A weight with hooks of its own is not detached.
 
 Note [Passes that name their inputs]

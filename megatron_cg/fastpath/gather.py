@@ -57,9 +57,10 @@ REPLACES_GATHERS = fsdp_function(
 )
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
 _HOOKS, _WALKS = "MegatronFSDP._register_fsdp_hooks.<locals>", "what walks over parameters"
+REPLACES_RELEASE = fsdp_function(f"{_HOOKS}.{_RELEASE}", _WALKS, fingerprints=("52f2f0ae05776b96",))
 REPLACES_UNSHARD = (
     *fsdp_function(f"{_HOOKS}.{_LISTED}", _WALKS, fingerprints=("58e78d8b964985ee",)),
-    *fsdp_function(f"{_HOOKS}.{_RELEASE}", _WALKS, fingerprints=("52f2f0ae05776b96",)),
+    *REPLACES_RELEASE,
     *fsdp_function(
         "MegatronFSDP.all_gather_and_wait_parameters_ready",
         "what waits for parameters and marks them",

@@ -1,18 +1,21 @@
 """Parts for FSDP2 and for Megatron-FSDP v2: what v2 computes anew is kept while graphs live.
 
+v2 does its bookkeeping in Python, for each parameter and several times a step: it lays out buffers
+and cuts them, finds the module of a parameter by its name, and copies and casts gradients.
+
 Note [A layout is a value]
-    For the gradients of each group in each microbatch, and for its weights in each step, v2 lays
-    out a buffer and checks the layout, for which it defines a class
-    (``GlobalLayout.__post_init__``): half of the time of its hooks. A layout depends only on the
-    shapes and the number of shards, and it is frozen, so buffers can share it.
+    v2 lays out a buffer for the gradients of each group in each microbatch, and for its weights in
+    each step. It checks each layout, for which it defines a class (``GlobalLayout.__post_init__``).
+    That is half of the time of its hooks. A layout depends only on the shapes and the number of
+    shards, and it is frozen, so buffers can share it.
 
 Note [Kept as long as the memory]
     A group takes a view or a DTensor of each parameter from its buffers of weights and of gradients
     in each microbatch. Here each is made once. Only these two buffers keep them: a buffer that
-    takes the place of one makes its own, and one whose memory is replaced new ones, which the
-    storage shows, as in ``bucketing.py``. With replicas over which gradients are reduced at the
-    last microbatch, v2 makes a new buffer of gradients in each step. There is nothing to keep then,
-    and the old one must be freed.
+    takes the place of one makes its own. A buffer whose memory is replaced makes new ones; the
+    storage shows that, as in ``bucketing.py``. With replicas over which gradients are reduced at
+    the last microbatch, v2 makes a new buffer of gradients in each step. There is nothing to keep
+    then, and the old one must be freed.
 
 Note [Where a parameter is set]
     A group sets its sharded or its unsharded parameters on its modules four times a microbatch, and

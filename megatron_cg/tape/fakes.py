@@ -96,7 +96,7 @@ def converted(device: Any) -> Any:
 
 
 def replaced(owner: object, name: str, value: object) -> AbstractContextManager[None]:
-    """Set ``owner.name`` to ``value``; on exit restore the old value, or remove it if none existed.
+    """Set ``owner.name`` to ``value`` at once; exit restores the old value, or removes a new one.
 
     Only the owner's own dictionary is restored, so an inherited class attribute becomes visible
     again and is not copied into the subclass.

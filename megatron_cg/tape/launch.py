@@ -1,8 +1,9 @@
 """Starts processes on this machine that train together over gloo, as on NCCL.
 
 A gloo group of torch 2.11 has two worker threads, which store the name of the last finished
-collective in one ``std::string`` without a lock (ProcessGroupGloo.cpp, ``runLoop``). Processes
-sometimes ended in "malloc(): unaligned tcache chunk detected" or SIGSEGV. One worker has no race.
+collective in one ``std::string`` without a lock (ProcessGroupGloo.cpp, ``runLoop``). If two end at
+the same moment, the process may end in "malloc(): unaligned tcache chunk detected" or SIGSEGV. One
+worker has no race.
 
 All groups of a process share one gloo device per interface. A device has a thread that wakes up
 every 10 ms, and torch creates one per group: those of the 40 groups of a model took more CPU time

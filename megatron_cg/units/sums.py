@@ -1,17 +1,17 @@
 """Gradients that are summed over uses inside a unit and uses outside of it.
 
-Autograd adds up the gradients of all uses of a tensor in the order in which it meets them, and a
-graph's backward pass those inside the unit first. Gradients of later uses outside come earlier, and
-with two uses inside the last bits of the sum differ. So the graphs of autograd of the steps before
-capture are looked at, and such a unit is refused. If such a use is new in a backward pass of
-replays, that raises: see :class:`Later`.
+Autograd adds up the gradients of all uses of a tensor in the order in which it meets them. A
+graph's backward pass adds up those inside the unit first. Gradients of later uses outside come
+earlier, and with two uses inside the last bits of the sum differ. So the graphs of autograd of the
+steps before capture are looked at, and such a unit is refused. If such a use is new in a backward
+pass of replays, that raises: see :class:`Later`.
 
 Note [Casts that autocast caches]
     With its cache, autocast casts a weight once in a forward pass, so gradients of all uses are
     summed in the lower precision. So a unit is captured with the cache that it was seen with. A
     graph would hold the addresses of the casts of another pass: a cast that two calls of units
-    share is refused. So is a backward pass under the same autocast if weights are gathered for each
-    pass: a later microbatch would use the casts of an earlier one.
+    share is refused. No pass may find the casts of another: a backward pass under the same autocast
+    is refused if weights are gathered for each pass.
 
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
 started from Python goes through ``torch.autograd._engine_run_backward``, whose fifth argument are

@@ -274,7 +274,10 @@ def combine_undos(undos: Iterable[Undo]) -> Undo:
 
 
 def combined_undo[**P](changes: Callable[P, Iterable[Undo]]) -> Callable[P, Undo]:
-    """Let a function that makes changes and yields their undos return one undo of all of them."""
+    """Let a function that makes changes and yields their undos return one undo of all of them.
+
+    Such a function changes nothing without this decorator, since nothing runs it.
+    """
 
     @wraps(changes)
     def change(*args: P.args, **kwargs: P.kwargs) -> Undo:

@@ -260,8 +260,8 @@ class _Enabled:
         """
         full_recompute = run is not None and recomputes_layers(run)
         self.undo.callback(_build_models_for(settings, full_recompute=full_recompute))
-        # Another configuration may have been validated before, and this loop be recorded.
-        if settings.cg_record is not None and not is_recorded():
+        # Bridge may have validated another configuration before, and the run be recorded.
+        if settings.cg_record is not None and not (loop == "bridge" and is_recorded()):
             self.undo.callback(extensions.install_recorder(settings.cg_record, loop))
 
     def _help_models_under_fsdp(self) -> None:

@@ -96,8 +96,10 @@ class Steps:
 
     def close(self) -> None:
         """Stop voting and destroy the votes' process group, before the other groups."""
-        self.end()
-        self.controller.close()
+        try:
+            self.end()
+        finally:
+            self.controller.close()
 
 
 Source = Callable[[Steps, Sequence[Any]], Undo]

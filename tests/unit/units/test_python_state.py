@@ -287,7 +287,8 @@ class Turns(Unit):
         self.turns = self.kept(repeat(0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * next(self.way(self.turns))
+        turn: float = next(self.way(self.turns))
+        return super().forward(x) * turn
 
 
 class DeepTurns(Turns):
