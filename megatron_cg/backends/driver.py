@@ -176,17 +176,11 @@ def _reached(recorded: Recorded, grads: Sequence[torch.Tensor | None]) -> Tensor
 
 def _without_gradient(recorded: Recorded, inputs: Sequence[Any]) -> list[int]:
     """The outputs that depend on nothing that needs a gradient now; all did at capture."""
-    if not recorded.reached or (
-        all(one.requires_grad for one in recorded.parameters)
-        and all(
-            value.requires_grad or not static.requires_grad
-            for static, value in zip(recorded.inputs, inputs, strict=False)
-        )
-    ):
+    if not recorded.reached:
         return []
     given = zip(recorded.inputs, (*inputs, *recorded.parameters), strict=True)
     needing = {id(static) for static, value in given if value.requires_grad}
-    return [number for number, keys in recorded.reached.items() if keys.isdisjoint(needing)]
+    return [n for n, keys in recorded.reached.items() if keys and keys.isdisjoint(needing)]
 
 
 def _live_passes(recorded: Recorded) -> tuple[Recording, Recording]:

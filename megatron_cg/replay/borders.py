@@ -150,20 +150,15 @@ def copied(value: Any, memory: dict[int, torch.UntypedStorage | None]) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if type(value) is not torch.Tensor or value.is_conj() or value.is_neg():
-        return pass_on(value, torch.clone, _same)
-    storage, layout = (
-        value.untyped_storage(),
-        (value.storage_offset(), value.size(), value.stride()),
-    )
-    if storage.data_ptr() not in memory:
-        memory[storage.data_ptr()] = storage.clone()
-    if (copy := memory[storage.data_ptr()]) is None:
-        return value
-    return pass_on(value, lambda tensor: tensor.new_empty(0).set_(copy, *layout), _same)
-
-
-def _same(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient
+        made = value.detach().clone()
+    else:
+        storage, place = value.untyped_storage(), (value.storage_offset(), value.size())
+        if storage.data_ptr() not in memory:
+            memory[storage.data_ptr()] = storage.clone()
+        if (copy := memory[storage.data_ptr()]) is None:
+            return value
+        made = value.new_empty(0).set_(copy, *place, value.stride())
+    return pass_on(value, lambda _: made, lambda gradient: gradient)
 
 
 def local(tensor: Any) -> Any:

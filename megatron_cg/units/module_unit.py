@@ -54,14 +54,9 @@ class Results:
     layouts: Mapping[int, Layout]
     """Of outputs of the graph that are DTensors, by number."""
 
-    def rebuild(
-        self,
-        outputs: Sequence[Any],
-        arguments: Mapping[str, torch.Tensor],
-        copies: Callable[[list[Any]], list[Any]],
-    ) -> Any:
+    def rebuild(self, outputs: Sequence[Any], given: Mapping[str, Any], copies: Any) -> Any:
         """Set the attributes, and return what the pass returns, with these tensors."""
-        tensors: dict[Any, Any] = {**arguments, **dict(enumerate(outputs))}
+        tensors: dict[Any, Any] = {**given, **dict(enumerate(outputs))}
         for number, layout in self.layouts.items():
             tensors[number] = layout.from_graph(tensors[number])
         # Copies: an attribute, and what a loop collects from it, outlive the pass.
