@@ -2,7 +2,8 @@
 
 While a pass runs, a profile function notes each Python function that is called: which names its
 code has (attributes and globals that it may read) and its globals. Other state is not looked at.
-Packages in :data:`LIBRARIES` are trusted with their own globals: rules say what they read.
+Packages in :data:`LIBRARIES` are trusted with their own globals: rules say what they read. But
+users' code may ask for Megatron's arguments.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _ASK = {"getattr", "hasattr"}
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
 """Objects and containers that are looked at."""
+_GLOBAL_VARS = "megatron.training.global_vars"
+"""Where Megatron's ``get_args`` finds what it returns; its loop changes some of that."""
 _OF_CHECKPOINTS = {"architectures", "dtype"}
 """What ``save_pretrained`` of transformers sets in a model's configuration, for the file alone."""
 
@@ -84,6 +87,8 @@ class PythonState:
         """Those in code of no library, which may ask whether there is such an attribute."""
         self._any_name = False
         """Whether code may read attributes by names that it computes."""
+        self._asks_megatron = False
+        """Whether code calls ``get_args``."""
         self.asks_for_gradients = False
         """Whether code asks for ``requires_grad``, as torch's reentrant checkpoint does."""
         self._codes: dict[int, CodeType] = {}
@@ -235,6 +240,12 @@ class PythonState:
         if not _FROM_ENVIRONMENT.isdisjoint(self.own_names):
             for name in filter(str.isupper, self.own_names):
                 yield os.environ, name, f"environment variable {name}"
+        held = vars(sys.modules[_GLOBAL_VARS]) if self._asks_megatron else {}
+        if (args := held.get("_GLOBAL_ARGS")) is not None:
+            what = "Megatron's get_args()"
+            self._objects[id(args)] = vars(args), what
+            for name in self.own_names.intersection(vars(args)):
+                yield Attributes(held, "_GLOBAL_ARGS"), name, f"{what}.{name}"
         found = [*self._owners.values()]
         found += [(holder.get(name), what) for holder, name, what in self._globals.values()]
         found += [(sys.modules.get(name), name) for name in self._imports]
@@ -364,6 +375,7 @@ class PythonState:
         self.names.update(code.co_names, texts(code.co_consts))
         module = str(names.get("__name__"))
         package = package_of(module)
+        self._asks_megatron |= module == _GLOBAL_VARS
         # torch.autograd itself asks at the start of each backward pass.
         own = package == "megatron_cg" or module == "torch.autograd"
         self.asks_for_gradients |= not own and "requires_grad" in code.co_names
@@ -395,18 +407,18 @@ class Attributes:
     """
 
     def __init__(self, owner: Any, place: str | None = None) -> None:
-        self._owner, self._place = owner, place
+        self._of = partial(owner.get, place) if place is not None else lambda: owner
 
     def get(self, key: Any) -> Any:
-        owner = self._owner if self._place is None else self._owner.get(self._place)
+        owner = self._of()
         try:
             return owner[key] if isinstance(key, int) else getattr(owner, key, None)
         except (ValueError, LookupError):  # A variable that is not set yet, an item that is gone.
             return None
 
     def __setitem__(self, key: str, value: Any) -> None:
-        kinds = getattr(self._owner, "__mro__", ())
-        setattr(next((kind for kind in kinds if key in vars(kind)), self._owner), key, value)
+        kinds = getattr(owner := self._of(), "__mro__", ())
+        setattr(next((kind for kind in kinds if key in vars(kind)), owner), key, value)
 
 
 class RandomState:

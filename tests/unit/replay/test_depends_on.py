@@ -66,6 +66,8 @@ SHARED: Any = ModuleType("shared")
 SHARED.power = 1.0
 IMPORTED: Any = ModuleType("shared")
 """As one that only a function imports."""
+MEGATRON: Any = ModuleType("megatron.training.global_vars")
+exec("_GLOBAL_ARGS = None\ndef get_args():\n    return _GLOBAL_ARGS", vars(MEGATRON))
 
 
 def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], object]]]:
@@ -138,7 +140,8 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
     read = [by_default, lambda: Local.Inner.power, lambda: Meta.level, lambda: Made().level]
     read += [lambda: number, of_itself, imported, partial(lambda given: given["one"], factors)]
     read += [lambda: Local.kept, lambda: queue[0], lambda: thread.level, cached]
-    read.append(lambda: context.get() * 1)
+    MEGATRON._GLOBAL_ARGS = argparse.Namespace(level=1.0)
+    read += [lambda: context.get() * 1, lambda: MEGATRON.get_args().level]
     return (
         Turned.apply,
         read,
@@ -228,6 +231,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         f"state: {name}": (partial(lambda n, unit: unit.changes[n](), name), 1, name)
         for name in elsewhere()[2]
     },
+    "state: of Megatron": (
+        lambda _: vars(MEGATRON.get_args()).update(level=0.5),
+        *(2, "Megatron's get_args().level was 1.0"),
+    ),
     "state: shared.late": (lambda _: setattr(IMPORTED, "late", 0.5), 2, "shared.late"),
     "frozen": (
         lambda unit: unit.late.weight.requires_grad_(True),
@@ -293,11 +300,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
 @contextmanager
 def restored() -> Iterator[None]:
     """Globals and modes are as before, after the block."""
-    sys.modules["shared"] = IMPORTED
+    sys.modules |= {"shared": IMPORTED, MEGATRON.__name__: MEGATRON}
     try:
         yield
     finally:
-        del sys.modules["shared"]
+        del sys.modules["shared"], sys.modules[MEGATRON.__name__]
         SCALES["now"], Unit.common, Derived.common = 1.0, 1.0, 1.0
         del Derived.common
         Config.power = SHARED.power = 1.0
