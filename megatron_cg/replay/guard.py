@@ -531,7 +531,8 @@ class Guard:
             if len(key_set.keys) == self._sizes[number]:
                 continue
             changed = self._known[number] ^ set(key_set.keys)
-            named = sorted(str(k) for k in changed if key_set.reads is None or k in key_set.reads)
+            reads = changed if key_set.reads is None else changed.intersection(key_set.reads)
+            named = sorted(reads, key=str)
             if named:
                 is_there = named[0] in key_set.keys
                 was, now = ("absent", "there") if is_there else ("there", "absent")

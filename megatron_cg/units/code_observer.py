@@ -197,7 +197,7 @@ class CodeObserver:
         self._device_type = next(iter(samples.values())).device.type
         self._addresses = addresses
         graphed = {path: m for path, m in unit.layer.named_modules() if m in unit.graphed}
-        self._state = PythonState(graphed)
+        self._state = PythonState(graphed, unit.layer.modules())
         self._operations = Operations(unit.layer)
         self._undo = Restores()
         self._changes: list[Change] = []

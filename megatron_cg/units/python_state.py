@@ -16,21 +16,28 @@ import random
 import sys
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from configparser import RawConfigParser, SectionProxy
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from dis import get_instructions
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
+from logging import Logger
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import numpy
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.fx import GraphModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from megatron_cg.hooks import RECORDER
+from megatron_cg.hooks import MODULE_REGISTRIES, RECORDER
 from megatron_cg.replay.guard import Entry, KeySet
 from megatron_cg.replay.plain import (
     LIBRARIES,
@@ -56,6 +63,10 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
     *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
 }
 """Attributes of modules that have rows of their own, or that this package sets."""
+_OPEN = (nn.Module, Optimizer, LRScheduler, GradScaler, RawConfigParser, SectionProxy)
+"""Classes of torch and Python whose objects have something that users set."""
+_CALL = nn.Module._call_impl.__code__
+_ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
 _BY_TEXT = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
 _ASK = {"getattr", "hasattr"}
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
@@ -77,10 +88,15 @@ class Change:
 
 
 class PythonState:
-    """The state that passes of some modules read; ``modules`` are those of a graph, by path."""
+    """The state that passes of some modules read; ``modules`` are those of a graph, by path.
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = dict(modules)
+    Others that passes call are looked at too, but for those ``around`` them.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], around: Iterable[nn.Module] = ()) -> None:
+        self._modules, self._inner = dict(modules), {*map(id, (*modules.values(), *around))}
+        self._calls: dict[int, ref[nn.Module]] = {}
+        """By id, the modules that were called."""
         self.names: set[str] = set()
         """All names in the code that was called."""
         self.own_names: set[str] = set()
@@ -131,6 +147,8 @@ class PythonState:
             self._copy(value, what)
         self._copy(random, "Python's random")
         self._copy(numpy.random, "numpy.random")
+        for module, what in self._outside():
+            self._copy(module, what)
         for path, module in self._modules.items():
             if not is_known(module):
                 self._copies[id(vars(module))] = vars(module), dict(vars(module)), path, True
@@ -192,6 +210,8 @@ class PythonState:
             clause = "attribute" if isinstance(value, torch.Tensor) else "state"
             yield Entry(holder, key, clause, what)
             yield from self._inside(value, what, seen)
+        for module, what in self._outside():
+            yield from self._inside(module, what, seen)
         names = self.names | _CALLED
         for kind in self._kinds.values():
             for name, value in vars(kind).items():
@@ -202,6 +222,12 @@ class PythonState:
                 what = f"attribute {attribute(path, name)}.{key}"
                 yield Entry(Attributes(held, name), key, "state", what)
                 yield from self._inside(getattr(tensor, key), what, seen)
+
+    def _outside(self) -> Iterator[tuple[nn.Module, str]]:
+        """Other modules that passes call, such as one in a list, and what they are."""
+        for module in [one() for key, one in self._calls.items() if key not in self._inner]:
+            if module is not None and not isinstance(module, GraphModule) and not is_known(module):
+                yield module, f"the called {type(module).__name__}"
 
     def _held(self) -> Iterator[tuple[Any, str, str, torch.Tensor]]:
         """Parameters and buffers: the dictionary, the path of its module, name and tensor."""
@@ -218,6 +244,8 @@ class PythonState:
                 yield KeySet(keys, kind or "attribute", what, None if kind else self.own_names)
         found: list[tuple[Any, str]] = [*self._objects.values()]
         found += [(vars(kind), kind.__name__) for kind in self._kinds.values()]
+        for (module, what), kind in product(self._outside(), MODULE_REGISTRIES):
+            yield KeySet(getattr(module, kind), "hooks", f"a hook of {what}, number ")
         asks = not _ASK.isdisjoint(self.own_names)
         found += [(vars(t), attribute(path, n)) for _, path, n, t in self._held() if asks]
         for keys, what in found:
@@ -313,6 +341,8 @@ class PythonState:
     def _inside(self, value: Any, what: str, seen: dict[int, Any]) -> Iterator[Entry]:
         """The attributes of plain objects, such as a configuration, also in containers."""
         value = referred(value)
+        if isinstance(value, Logger) and not _ASK_LEVEL.isdisjoint(self.own_names):
+            yield Entry(Level, value, "state", f"the level of {what}")
         named = is_object(value)
         containers = (*MAPPINGS, list, tuple, deque, partial, MethodType)
         is_looked_at = named or isinstance(value, containers)
@@ -326,6 +356,8 @@ class PythonState:
         seen[id(value)] = value
         if named and isinstance(getattr(value, "__dict__", None), dict):
             self._objects[id(value)] = vars(value), what.removeprefix("attribute ")
+        if isinstance(value, nn.Module) and "training" in self.names:
+            yield Entry(vars(value), "training", "training", f"training of {what}")
         of_transformers = any(k.__name__.lower() == "pretrainedconfig" for k in type(value).__mro__)
         written = _OF_CHECKPOINTS if of_transformers else ()
         for row in held_by(value, what):
@@ -367,6 +399,9 @@ class PythonState:
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call":
             self._note(frame.f_code, frame.f_globals)
+            if frame.f_code is _CALL:
+                module = frame.f_locals["self"]
+                self._calls[id(module)] = ref(module)
 
     def _note(self, code: CodeType, names: dict[str, Any]) -> None:
         if id(code) in self._codes:
@@ -400,6 +435,14 @@ class PythonState:
             self._copy(value, what)
 
 
+class Level:
+    """The level from which a logger, as a key, writes: a row like others."""
+
+    @staticmethod
+    def get(log: Logger) -> int:
+        return log.disabled or max(log.manager.disable + 1, log.getEffectiveLevel())
+
+
 class Attributes:
     """Attributes of a class or an object, the free variable of a function, or what a list holds.
 
@@ -407,7 +450,7 @@ class Attributes:
     """
 
     def __init__(self, owner: Any, place: str | None = None) -> None:
-        self._of = partial(owner.get, place) if place is not None else lambda: owner
+        self._of: Callable[[], Any] = lambda: owner if place is None else owner.get(place)
 
     def get(self, key: Any) -> Any:
         owner = self._of()
@@ -532,7 +575,9 @@ def _data(kind: type) -> Iterator[str]:
 def is_object(value: Any) -> bool:
     """Whether it is an object of a class that users write, or of one like theirs."""
     others = (torch.Tensor, type, ModuleType, FunctionType, MethodType, partial)
-    if is_plain(value) or isinstance(value, others) or is_known(value, RECORDS):
+    if is_plain(value) or isinstance(value, others) or is_known(value):
+        return False
+    if not isinstance(value, _OPEN) and is_known(value, RECORDS):
         return False
     kinds = type(value).__mro__
     return isinstance(getattr(value, "__dict__", None), dict) or any(

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from configparser import ConfigParser
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import BaseTorchFunctionMode
 
 from megatron_cg.replay.plain import Contents, contents
@@ -112,6 +115,11 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
     queue, context, thread = deque([1.0]), ContextVar("context", default=1.0), threading.local()
     vars(thread)["level"] = 1.0
 
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule, scaler = LambdaLR(optimizer, lambda _: 1.0), GradScaler("cpu")
+    config, log = ConfigParser(), logging.Logger("log", logging.INFO)
+    config["all"] = {"level": "1.0"}
+
     def set_number() -> None:
         nonlocal number
         number = 0.5
@@ -142,6 +150,9 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
     read += [lambda: Local.kept, lambda: queue[0], lambda: thread.level, cached]
     MEGATRON._GLOBAL_ARGS = argparse.Namespace(level=1.0)
     read += [lambda: context.get() * 1, lambda: MEGATRON.get_args().level]
+    read += [lambda: 1.0 + schedule.last_epoch, lambda: optimizer.param_groups[0]["lr"]]
+    read += [lambda: config.getfloat("all", "level"), scaler.get_growth_factor]
+    read.append(lambda: 2.0 - log.isEnabledFor(logging.DEBUG))
     return (
         Turned.apply,
         read,
@@ -160,6 +171,11 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
             "variable context": lambda: context.set(0.5),
             "variable thread": lambda: vars(thread).update(level=0.5),
             "variable base": set_base,
+            "last_epoch": lambda: vars(schedule).update(last_epoch=3),
+            "param_groups": lambda: optimizer.param_groups[0].update(lr=0.5),
+            "variable config": lambda: config.set("all", "level", "0.5"),
+            "_growth_factor": lambda: scaler.set_growth_factor(0.5),
+            "the level of variable log": lambda: log.setLevel(logging.DEBUG),
             "defaults": lambda: setattr(of_itself, "__defaults__", (0.5,)),
         },
     )
@@ -181,10 +197,13 @@ class Unit(nn.Module):
         self.array, self.power = np.ones(2), Power().of
         self.turned, self.reads, self.changes = elsewhere()
         vars(self.late.weight)["settings"] = Settings()
+        self.hidden = [nn.LeakyReLU(0.1), nn.Sequential(nn.LeakyReLU(0.1), nn.Dropout(0.1))]
         self.frozen = [nn.Parameter(torch.ones(WIDTH), requires_grad=False)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.act(self.linear(x)) * self.gain * self.frozen[0]
+        for hidden in self.hidden:
+            made = hidden(made)
         made = x if self.skips else self.turned(self.late(made))
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         factor *= self.options.power * self.slots.power * self.config.power
@@ -214,6 +233,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     ),
     "state: slot": (lambda unit: setattr(unit.slots, "power", 0.5), 1, "slots.power"),
     "state: default": (lambda unit: setattr(unit.config, "power", 0.5), 1, "config.power"),
+    "state: module in a list": (
+        lambda unit: setattr(unit.hidden[0], "negative_slope", 0.5),
+        *(1, "hidden[0].negative_slope was 0.1"),
+    ),
+    "state: module in one in a list": (
+        lambda unit: setattr(unit.hidden[1][0], "negative_slope", 0.5),
+        *(1, "the called LeakyReLU.negative_slope was 0.1"),
+    ),
     "state: array": (lambda unit: unit.array.__setitem__(1, 0.5), 1, "attribute array"),
     "state: method's object": (lambda u: setattr(u.power.__self__, "inner", 0.5), 1, "inner"),
     "state: in a list": (lambda unit: setattr(unit.several[0], "power", 0.5), 1, "[0].power"),
@@ -241,6 +268,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         *(1, "requires_grad of late.weight was False at capture and is True now"),
     ),
     "training": (lambda unit: unit.drop.eval(), 1, "training of a Dropout was True"),
+    "training: in a list": (
+        lambda unit: unit.hidden[1][1].eval(),
+        *(1, "training of the called Dropout was True"),
+    ),
+    "hooks: in a list": (
+        lambda unit: unit.hidden[0].register_forward_hook(lambda _module, _args, out: out * 2),
+        *(1, "a hook of the called LeakyReLU, number "),
+    ),
     "module": (lambda unit: setattr(unit, "act", nn.Sigmoid()), 1, "module act was the Tanh"),
     "parameter": (
         lambda unit: setattr(unit.linear, "weight", nn.Parameter(torch.eye(WIDTH))),
