@@ -253,7 +253,10 @@ class CodeObserver:
         if forward:
             self._changes, self._of_backward = changes, []
         else:
-            self._of_backward = [c for c in changes if not isinstance(c.after, torch.Tensor)]
+            also = {
+                (id(c.holder), c.key) for c in self._changes if isinstance(c.after, torch.Tensor)
+            }
+            self._of_backward = [c for c in changes if (id(c.holder), c.key) not in also]
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the unit's backward pass, or one inside it."""
@@ -384,7 +387,7 @@ class CodeObserver:
             raise self._error(
                 f"changes {self._of_backward[0].what} in its backward pass",
                 "A replay runs no Python, so it would stay as it was at capture. Count outside of "
-                "the unit.",
+                "the unit, or write into a tensor that it keeps, such as self.norm.copy_(...).",
             )
         owners = {id(vars(module)) for module in self._unit.graphed}
         for change in self._changes:

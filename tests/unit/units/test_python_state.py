@@ -308,6 +308,20 @@ def test_an_iterator_in_containers_is_refused(unit: type[Turns]) -> None:
     refused(CaptureError, "reads attribute turns, an iterator", lambda: units(unit))
 
 
+class Norms(Unit):
+    """Sets a tensor in its backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: Any = super().forward(x)
+        y.grad_fn.register_prehook(lambda gradients: setattr(self, "norm", gradients[0].norm()))
+        made: torch.Tensor = y.sin()
+        return made
+
+
+def test_a_tensor_that_the_backward_pass_alone_sets_is_refused() -> None:
+    refused(CaptureError, "changes norm in its backward pass", lambda: units(Norms))
+
+
 def test_a_container_in_itself_has_its_leaves() -> None:
     nested: list[Any] = ["a", ({"b": [tensor := torch.zeros(1)]},)]
     assert [*map(id, leaves_held(nested))] == [id(nested[0]), id(tensor)]
