@@ -215,6 +215,14 @@ def leaves_held(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Any]:
             yield from leaves_held(part, (*inside, id(value)))
 
 
+def is_deep(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether a container in it that can change lies deeper than :func:`contents` looks."""
+    if not is_container(value) or is_array(value):
+        return False
+    inner = value.values() if isinstance(value, MAPPINGS) else value
+    return any(is_deep(one, depth - 1) for one in inner) if depth else Contents(value).can_change
+
+
 def restored_to(holder: Any, before: Any) -> None:
     """Restore a dictionary, list or set to what it had ``before``."""
     if isinstance(holder, dict):

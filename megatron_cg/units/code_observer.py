@@ -40,7 +40,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.borders import in_backward_pass, local, ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
-from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_known, leaves_held, package_of
+from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_deep, is_known, leaves_held, package_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.call import attributes_of
@@ -253,10 +253,9 @@ class CodeObserver:
         if forward:
             self._changes, self._of_backward = changes, []
         else:
-            also = {
-                (id(c.holder), c.key) for c in self._changes if isinstance(c.after, torch.Tensor)
-            }
-            self._of_backward = [c for c in changes if (id(c.holder), c.key) not in also]
+            also = {(id(c.holder), c.key, type(c.after)) for c in self._changes}
+            found = [(c, (id(c.holder), c.key, type(c.after))) for c in changes]
+            self._of_backward = [change for change, key in found if key not in also]
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the unit's backward pass, or one inside it."""
@@ -269,11 +268,6 @@ class CodeObserver:
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())
-        if state.beyond is not None:
-            raise self._error(
-                f"reads {state.beyond}, which leads to more objects than can be compared",
-                "Pass what it needs of them as arguments, or keep that in attributes.",
-            )
         for name, sample in self._samples.items():  # A parameter's; other tensors have none.
             for read in state.own_names.intersection(vars(sample)):
                 raise self._error(
@@ -308,6 +302,12 @@ class CodeObserver:
                     )
                 if isinstance(leaf, torch.Tensor):
                     held.setdefault(key_of(leaf), []).append(Watched(leaf, row.what, REPLACED))
+        deep = (row.what for row in self.entries if is_deep(row.holder.get(row.key)))
+        if (beyond := state.beyond or next(deep, None)) is not None:
+            raise self._error(
+                f"reads {beyond}, which leads to more objects than can be compared",
+                "Pass what it needs of them as arguments, or keep that in attributes.",
+            )
         layer = self._unit.layer
         tensors = [*self._samples.values(), *layer.parameters(), *layer.buffers()]
         reached = {key_of(tensor) for tensor in tensors} | ranks_of_meshes(layer)
@@ -348,11 +348,10 @@ class CodeObserver:
 
     def _refuse_foreign(self, key: int, use: Use, *, reached: bool) -> None:
         where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
-        before = [c for c in self._changes if isinstance(c.before, torch.Tensor)]
-        replaced = [change for change in before if key_of(change.before) == key]
-        if replaced:
+        before = (c for c in self._changes if isinstance(c.before, torch.Tensor))
+        if replaced := next((c.what for c in before if key_of(c.before) == key), None):
             raise self._error(
-                f"keeps state in {replaced[0].what}: it reads what an earlier pass has set there",
+                f"keeps state in {replaced}: it reads what an earlier pass has set there",
                 "Keep it in a buffer and write into that, such as self.state.copy_(...), or pass "
                 "it as an argument and return the new one.",
             )

@@ -2,8 +2,7 @@
 
 While a pass runs, a profile function notes each Python function that is called: which names its
 code has (attributes and globals that it may read) and its globals. Other state is not looked at.
-Packages in :data:`LIBRARIES` are trusted with their own globals: rules say what they read. But
-users' code may ask for Megatron's arguments.
+Packages in :data:`LIBRARIES` are trusted with their own globals: rules say what they read.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import copy
 import operator
 import os
-import pickle
 import random
 import sys
 from array import array
@@ -21,10 +19,11 @@ from configparser import RawConfigParser, SectionProxy
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from dis import get_instructions
+from dis import get_instructions, opmap
 from functools import partial
 from itertools import accumulate, product
 from logging import Logger
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
@@ -33,8 +32,6 @@ import numpy
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.fx import GraphModule
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_cg.hooks import MODULE_REGISTRIES, RECORDER
@@ -52,7 +49,7 @@ from megatron_cg.replay.plain import (
     restored_to,
     same_value,
 )
-from megatron_cg.restore import Restores
+from megatron_cg.restore import RandomState, Restores
 from megatron_cg.upstream.patch import cells_of, undone_after
 
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
@@ -63,17 +60,15 @@ _INTERNAL = frozenset(vars(nn.Module())) | {
     *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
 }
 """Attributes of modules that have rows of their own, or that this package sets."""
-_OPEN = (nn.Module, Optimizer, LRScheduler, GradScaler, RawConfigParser, SectionProxy)
+_OPEN = (nn.Module, torch.optim.Optimizer, LRScheduler, GradScaler, RawConfigParser, SectionProxy)
 """Classes of torch and Python whose objects have something that users set."""
-_CALL = nn.Module._call_impl.__code__
+_CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getitem__.__code__
 _ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
 _BY_TEXT = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
 _ASK = {"getattr", "hasattr"}
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
 """Objects and containers that are looked at."""
-_GLOBAL_VARS = "megatron.training.global_vars"
-"""Where Megatron's ``get_args`` finds what it returns; its loop changes some of that."""
 _OF_CHECKPOINTS = {"architectures", "dtype"}
 """What ``save_pretrained`` of transformers sets in a model's configuration, for the file alone."""
 
@@ -103,8 +98,10 @@ class PythonState:
         """Those in code of no library, which may ask whether there is such an attribute."""
         self._any_name = False
         """Whether code may read attributes by names that it computes."""
-        self._asks_megatron = False
-        """Whether code calls ``get_args``."""
+        self._variables: set[str] = set()
+        """The names of environment variables that code reads."""
+        self._megatron: dict[str, Any] = {}
+        """The globals of ``get_args``, if code calls it."""
         self.asks_for_gradients = False
         """Whether code asks for ``requires_grad``, as torch's reentrant checkpoint does."""
         self._codes: dict[int, CodeType] = {}
@@ -143,12 +140,10 @@ class PythonState:
         held = (value for module in self._modules.values() for value in vars(module).values())
         self._generators = {id(one) for one in held if isinstance(one, torch.Generator)}
         self._values = [(h, k, what, h.get(k)) for h, k, what in self._elsewhere()]
-        for _, _, what, value in [*self._values]:
+        found = [(value, what) for _, _, what, value in self._values]
+        found += [(random, "Python's random"), (numpy.random, "numpy.random"), *self._outside()]
+        for value, what in found:
             self._copy(value, what)
-        self._copy(random, "Python's random")
-        self._copy(numpy.random, "numpy.random")
-        for module, what in self._outside():
-            self._copy(module, what)
         for path, module in self._modules.items():
             if not is_known(module):
                 self._copies[id(vars(module))] = vars(module), dict(vars(module)), path, True
@@ -226,7 +221,7 @@ class PythonState:
     def _outside(self) -> Iterator[tuple[nn.Module, str]]:
         """Other modules that passes call, such as one in a list, and what they are."""
         for module in [one() for key, one in self._calls.items() if key not in self._inner]:
-            if module is not None and not isinstance(module, GraphModule) and not is_known(module):
+            if not (is_known(module) or isinstance(module, torch.fx.GraphModule | None)):
                 yield module, f"the called {type(module).__name__}"
 
     def _held(self) -> Iterator[tuple[Any, str, str, torch.Tensor]]:
@@ -256,24 +251,22 @@ class PythonState:
 
     def _roots(self) -> Iterator[tuple[Any, Any, str]]:
         for path, module in self._modules.items():
-            if not is_known(module):
-                for name in [*vars(module)]:
-                    if self._is_read(name):
-                        yield vars(module), name, f"attribute {attribute(path, name)}"
+            for name in filter(self._is_read, [*vars(module)] if not is_known(module) else ()):
+                yield vars(module), name, f"attribute {attribute(path, name)}"
         yield from self._elsewhere()
 
     def _elsewhere(self) -> Iterator[tuple[Any, Any, str]]:
         """Those that are no attributes of a module: of globals, classes, functions, and so on."""
         yield from self._globals.values()
-        if not _FROM_ENVIRONMENT.isdisjoint(self.own_names):
-            for name in filter(str.isupper, self.own_names):
-                yield os.environ, name, f"environment variable {name}"
-        held = vars(sys.modules[_GLOBAL_VARS]) if self._asks_megatron else {}
-        if (args := held.get("_GLOBAL_ARGS")) is not None:
+        if not _FROM_ENVIRONMENT.isdisjoint(self.own_names):  # Also in what is cached.
+            self._variables.update(filter(str.isupper, self.own_names))
+        for name in self._variables:
+            yield os.environ, name, f"environment variable {name}"
+        if (args := self._megatron.get("_GLOBAL_ARGS")) is not None:
             what = "Megatron's get_args()"
             self._objects[id(args)] = vars(args), what
             for name in self.own_names.intersection(vars(args)):
-                yield Attributes(held, "_GLOBAL_ARGS"), name, f"{what}.{name}"
+                yield Attributes(self._megatron, "_GLOBAL_ARGS"), name, f"{what}.{name}"
         found = [*self._owners.values()]
         found += [(holder.get(name), what) for holder, name, what in self._globals.values()]
         found += [(sys.modules.get(name), name) for name in self._imports]
@@ -294,7 +287,7 @@ class PythonState:
             return
         seen[id(value)] = value
         if hasattr(type(value), "cache_clear"):
-            self._cached(value)
+            self._unseen(value)
         rows, inner = list[Entry](), list[tuple[Any, str]]()
         if isinstance(value, FunctionType):
             if id(value.__code__) in self._codes:
@@ -342,13 +335,11 @@ class PythonState:
         """The attributes of plain objects, such as a configuration, also in containers."""
         value = referred(value)
         if isinstance(value, Logger) and not _ASK_LEVEL.isdisjoint(self.own_names):
-            yield Entry(Level, value, "state", f"the level of {what}")
+            yield Entry(Attributes(value), "level", "state", f"the level of {what}")
         named = is_object(value)
-        containers = (*MAPPINGS, list, tuple, deque, partial, MethodType)
-        is_looked_at = named or isinstance(value, containers)
-        if not is_looked_at or id(value) in seen:
-            return
-        if isinstance(value, list | tuple) and all(map(is_plain, value)):
+        opened = named or isinstance(value, (*MAPPINGS, list, tuple, deque, partial, MethodType))
+        are_plain = isinstance(value, list | tuple) and all(map(is_plain, value))
+        if not opened or are_plain or id(value) in seen:
             return
         if len(seen) > _MOST:
             self.beyond = what
@@ -387,21 +378,40 @@ class PythonState:
         for part in parts_of(value):
             self._copy(part, what, depth - 1)
 
-    def _cached(self, value: Any) -> None:
-        """What ``lru_cache`` wraps counts as called: a pass may get what it has returned before."""
+    def _unseen(self, value: Any, *, inlined: bool = False) -> None:
+        """Count functions, and those that they name, as called: ``lru_cache`` may have the result
+        of an earlier call, and Dynamo has ``inlined`` what compiled code runs, methods too.
+        """
+        value = type(value).forward if isinstance(value, nn.Module) else value
         for function in functions_in(value):
-            own, is_new = function.__globals__, id(function.__code__) not in self._codes
-            self._note(function.__code__, own)
-            if is_new and package_of(own.get("__name__")) not in LIBRARIES:
-                for name in function.__code__.co_names:
-                    self._cached(own.get(name))
+            code, own = function.__code__, function.__globals__
+            is_new = id(code) not in self._codes
+            self._note(code, own)
+            if not is_new or package_of(own.get("__name__")) in LIBRARIES:
+                continue
+            found = [own.get(name) for name in code.co_names]
+            if inlined:
+                owners = [*self._kinds.values(), *(owner for owner, _ in self._owners.values())]
+                found += [vars(owner).get(name) for owner in owners for name in code.co_names]
+                found += [row.holder.get(row.key) for row in variables_of(function)]
+            for one in found:
+                self._unseen(one, inlined=inlined)
 
     def _called(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "call":
-            self._note(frame.f_code, frame.f_globals)
-            if frame.f_code is _CALL:
-                module = frame.f_locals["self"]
-                self._calls[id(module)] = ref(module)
+        if event != "call":
+            return
+        code = frame.f_code
+        self._note(code, frame.f_globals)
+        if code is _CALL:
+            module = frame.f_locals["self"]
+            self._calls[id(module)] = ref(module)
+        elif code is _READS_VARIABLE:
+            callers = (package_of(f.f_globals.get("__name__")) for f, _ in walk_stack(frame))
+            if next(one for one in callers if one not in {"os", "collections"}) not in LIBRARIES:
+                self._variables.add(frame.f_locals["key"])
+        elif "fn" in code.co_freevars and frame.f_globals["__name__"] == "torch._dynamo.eval_frame":
+            for one in (frame.f_locals["fn"], *self._modules.values()):
+                self._unseen(one, inlined=True)
 
     def _note(self, code: CodeType, names: dict[str, Any]) -> None:
         if id(code) in self._codes:
@@ -410,7 +420,8 @@ class PythonState:
         self.names.update(code.co_names, texts(code.co_consts))
         module = str(names.get("__name__"))
         package = package_of(module)
-        self._asks_megatron |= module == _GLOBAL_VARS
+        if module == "megatron.training.global_vars":
+            self._megatron = names
         # torch.autograd itself asks at the start of each backward pass.
         own = package == "megatron_cg" or module == "torch.autograd"
         self.asks_for_gradients |= not own and "requires_grad" in code.co_names
@@ -418,29 +429,24 @@ class PythonState:
             return
         self.asks_for_gradients |= "needs_input_grad" in code.co_names
         self.own_names.update(code.co_names, texts(code.co_consts))
-        self._any_name = self._any_name or not _BY_TEXT.isdisjoint(code.co_names)
+        steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
+        is_matched = any(by_place and step == opmap["MATCH_CLASS"] for step, by_place in steps)
+        self._any_name |= is_matched or not _BY_TEXT.isdisjoint(code.co_names)
         self._imports.update(imported_by(code, str(names.get("__package__"))))
         by_text = texts(code.co_consts) if "globals" in code.co_names else ()
         for name in (*code.co_names, *by_text):
             value = names.get(name, self)
-            key = id(names), name
             if isinstance(value, ModuleType | type) and not is_known(value, LIBRARIES):
                 self._owners[id(value)] = value, name
             is_library = isinstance(value, ModuleType) and is_known(value, LIBRARIES)
-            if value is self or is_library or key in self._globals:
+            if value is self or is_library or (id(names), name) in self._globals:
                 continue
-            what = f"global {name} of {names.get('__name__')}"
-            self._globals[key] = names, name, what
-            self._values.append((*self._globals[key], value))
-            self._copy(value, what)
+            self._add(names, name, f"global {name} of {names.get('__name__')}")
 
-
-class Level:
-    """The level from which a logger, as a key, writes: a row like others."""
-
-    @staticmethod
-    def get(log: Logger) -> int:
-        return log.disabled or max(log.manager.disable + 1, log.getEffectiveLevel())
+    def _add(self, holder: Any, name: str, what: str) -> None:
+        self._globals[id(holder), name] = holder, name, what
+        self._values.append((holder, name, what, holder[name]))
+        self._copy(holder[name], what)
 
 
 class Attributes:
@@ -454,6 +460,8 @@ class Attributes:
 
     def get(self, key: Any) -> Any:
         owner = self._of()
+        if key == "level" and isinstance(owner, Logger):  # From which it writes.
+            return owner.disabled or max(owner.manager.disable + 1, owner.getEffectiveLevel())
         try:
             return owner[key] if isinstance(key, int) else getattr(owner, key, None)
         except (ValueError, LookupError):  # A variable that is not set yet, an item that is gone.
@@ -462,34 +470,6 @@ class Attributes:
     def __setitem__(self, key: str, value: Any) -> None:
         kinds = getattr(owner := self._of(), "__mro__", ())
         setattr(next((kind for kind in kinds if key in vars(kind)), owner), key, value)
-
-
-class RandomState:
-    """The state of a generator of Python, NumPy or torch, as bytes."""
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        self._read, self._write = read, write
-
-    @classmethod
-    def of(cls, value: Any) -> RandomState | None:
-        """That of ``value``, or of the generator of a module of functions; None if it has none."""
-        if value is random or isinstance(value, random.Random):
-            return cls(value.getstate, value.setstate)
-        if value is numpy.random or isinstance(value, numpy.random.RandomState):
-            return cls(value.get_state, value.set_state)
-        if isinstance(value, torch.Generator):  # Tensors are pickled with ids.
-            write = value.set_state
-            return cls(lambda: value.get_state().numpy(), lambda one: write(torch.from_numpy(one)))
-        if isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-        return None
-
-    def get(self, _key: None) -> bytes:
-        return pickle.dumps(self._read())
-
-    def __setitem__(self, _key: None, state: bytes) -> None:
-        self._write(pickle.loads(state))
 
 
 def texts(constants: tuple[Any, ...]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import logging
+import os
 import random
 import sys
 import threading
@@ -207,6 +208,7 @@ class Unit(nn.Module):
         made = x if self.skips else self.turned(self.late(made))
         factor = self.settings.power * self.factors[1] * self.common * SCALES["now"]
         factor *= self.options.power * self.slots.power * self.config.power
+        factor *= float(os.environ.get(f"power_{len(self.factors)}", "1.0"))
         factor *= self.several[0].power * Config.power * SHARED.power
         weight: Any = self.late.weight
         factor *= float(self.array[1]) * self.power() * weight.settings.power
@@ -253,6 +255,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     ),
     "state: class": (lambda _: setattr(Unit, "common", 0.5), 2, "attribute Unit.common"),
     "state: derived class": (lambda unit: setattr(type(unit), "common", 0.5), 1, "Unit.common"),
+    "state: environment": (
+        lambda _: os.environ.update(power_2="0.5"),
+        *(2, "environment variable power_2 was none"),
+    ),
     "state: global": (lambda _: SCALES.update(now=0.5), 2, f"global SCALES of {__name__}"),
     **{
         f"state: {name}": (partial(lambda n, unit: unit.changes[n](), name), 1, name)
@@ -342,6 +348,7 @@ def restored() -> Iterator[None]:
         del sys.modules["shared"], sys.modules[MEGATRON.__name__]
         SCALES["now"], Unit.common, Derived.common = 1.0, 1.0, 1.0
         del Derived.common
+        os.environ.pop("power_2", None)
         Config.power = SHARED.power = 1.0
         while HANDLES:
             HANDLES.pop().remove()

@@ -308,18 +308,73 @@ def test_an_iterator_in_containers_is_refused(unit: type[Turns]) -> None:
     refused(CaptureError, "reads attribute turns, an iterator", lambda: units(unit))
 
 
-class Norms(Unit):
-    """Sets a tensor in its backward pass."""
+class Does(Unit):
+    """Does something with its output, and what it keeps."""
+
+    def __init__(self, what: Callable[[Any, Any], Any], kept: Any) -> None:
+        super().__init__()
+        self.what, self.kept = what, kept
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: Any = super().forward(x)
-        y.grad_fn.register_prehook(lambda gradients: setattr(self, "norm", gradients[0].norm()))
-        made: torch.Tensor = y.sin()
+        made: torch.Tensor = self.what(self, super().forward(x)).sin()
         return made
 
 
-def test_a_tensor_that_the_backward_pass_alone_sets_is_refused() -> None:
-    refused(CaptureError, "changes norm in its backward pass", lambda: units(Norms))
+def sets_in_backward(unit: Any, y: Any) -> torch.Tensor:
+    y.grad_fn.register_prehook(lambda gradients: setattr(unit, "norm", gradients[0].norm()))
+    made: torch.Tensor = y
+    return made
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "changes norm in its backward pass": (sets_in_backward, None),
+    "reads attribute kept, which leads to more objects": (
+        lambda unit, y: y * unit.kept[0][0][0][0][0][0][0],
+        [[[[[[[1.0]]]]]]],
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_no_row_can_follow_is_refused(words: str) -> None:
+    refused(CaptureError, words, lambda: units(partial(Does, *REFUSED[words])))
+
+
+@dataclass
+class Placed:
+    height: float = 1.0
+
+
+def by_place(unit: Any, y: Any) -> Any:
+    match unit.kept:
+        case Placed(found):
+            return y * found
+
+
+class Inlined(Does):
+    """Dynamo inlines the second method in the first one, so nothing calls it."""
+
+    def __init__(self, _what: Any, kept: Placed) -> None:
+        super().__init__(lambda unit, y: unit.compiled(y), kept)
+        self.compiled = torch.compile(self.first, backend="eager")
+
+    def first(self, y: Any) -> Any:
+        return self.second(y)
+
+    def second(self, y: Any) -> Any:
+        return y * 2 if self.kept.height > 0.75 else y
+
+
+@pytest.mark.parametrize("kind", [Does, Inlined])
+def test_attributes_that_code_reads_without_a_name_or_a_call_have_rows(kind: type[Does]) -> None:
+    def change(run: Training) -> None:
+        if run.step == STEPS - 1:
+            for unit in run.model:
+                unit.kept.height = 0.5
+
+    counts = {"replayed": REPLAYED - UNITS, "eager": UNITS, "mismatched": UNITS}
+    made = partial(units, lambda: kind(by_place, Placed()))
+    assert_as_eager(counts, made, train, 1, change)
 
 
 def test_a_container_in_itself_has_its_leaves() -> None:
