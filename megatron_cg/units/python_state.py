@@ -434,6 +434,10 @@ class PythonState:
         self._any_name |= is_matched or not _BY_TEXT.isdisjoint(code.co_names)
         self._imports.update(imported_by(code, str(names.get("__package__"))))
         by_text = texts(code.co_consts) if "globals" in code.co_names else ()
+        for _, path, of, tensor in self._held():
+            for name in vars(tensor).keys() & code.co_names:  # Such as a counter.
+                if is_plain(vars(tensor)[name]):
+                    self._add(vars(tensor), name, f"attribute {attribute(path, of)}.{name}")
         for name in (*code.co_names, *by_text):
             value = names.get(name, self)
             if isinstance(value, ModuleType | type) and not is_known(value, LIBRARIES):

@@ -314,6 +314,7 @@ class Does(Unit):
     def __init__(self, what: Callable[[Any, Any], Any], kept: Any) -> None:
         super().__init__()
         self.what, self.kept = what, kept
+        vars(self.linear.weight)["calls"] = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.what(self, super().forward(x)).sin()
@@ -326,8 +327,14 @@ def sets_in_backward(unit: Any, y: Any) -> torch.Tensor:
     return made
 
 
+def counts_on_a_weight(unit: Any, y: torch.Tensor) -> torch.Tensor:
+    unit.linear.weight.calls += 1
+    return y
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "changes norm in its backward pass": (sets_in_backward, None),
+    "changes attribute linear.weight.calls in its forward": (counts_on_a_weight, None),
     "reads attribute kept, which leads to more objects": (
         lambda unit, y: y * unit.kept[0][0][0][0][0][0][0],
         [[[[[[[1.0]]]]]]],
