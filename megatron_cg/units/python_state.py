@@ -379,9 +379,7 @@ class PythonState:
             self._copy(part, what, depth - 1)
 
     def _unseen(self, value: Any, *, inlined: bool = False) -> None:
-        """Count functions, and those that they name, as called: ``lru_cache`` may have the result
-        of an earlier call, and Dynamo has ``inlined`` what compiled code runs, methods too.
-        """
+        """Count functions as called, and those that they name: cached, or ``inlined`` by Dynamo."""
         value = type(value).forward if isinstance(value, nn.Module) else value
         for function in functions_in(value):
             code, own = function.__code__, function.__globals__
