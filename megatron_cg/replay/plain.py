@@ -93,7 +93,7 @@ def contents(value: Any, depth: int = _DEPTH) -> Any:
     if depth and isinstance(value, _SEQUENCES):
         return type(value), tuple([contents(inner, depth - 1) for inner in value])
     if depth and isinstance(value, MAPPINGS):
-        pairs = [(contents(key, 1), contents(value[key], depth - 1)) for key in value]
+        pairs = [(contents(key, 1), contents(part, depth - 1)) for key, part in value.items()]
         return type(value), tuple(pairs)
     if depth and isinstance(value, _SETS):
         return type(value), frozenset([contents(inner, depth - 1) for inner in value])
@@ -230,7 +230,7 @@ def restored_to(holder: Any, before: Any) -> None:
             for key in [*holder]:
                 del holder[key]
         for key, value in before.items():  # Threads may read what stays.
-            if key not in holder or holder[key] is not value:
+            if key not in holder or holder.get(key) is not value:
                 holder[key] = value
     elif isinstance(holder, list | deque):
         if not same_value([*map(id, holder)], [*map(id, before)]):

@@ -367,7 +367,8 @@ class PythonState:
             self._values.append((state, None, f"the random state of {what}", state.get(None)))
         has_names = is_object(value)
         if has_names and isinstance(value, dict):  # Of a user's class.
-            self._copies.setdefault(id(value), (value, dict(value), what, False))
+            items = {key: value.get(key) for key in value}  # Its own [...] may make something.
+            self._copies.setdefault(id(value), (value, items, what, False))
         held = getattr(value, "__dict__", None) if has_names else value
         if not depth or id(held) in self._copies:
             return

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.replay.plain import LIBRARIES, is_known, leaves_held, same_value
+from megatron_cg.replay.plain import contents as contents_of
 from megatron_cg.units.python_state import PythonState
 from tests.unit.units.plain import (
     REPLAYED,
@@ -163,6 +164,24 @@ def test_draws_of_other_threads_in_a_verification_are_not_repeated() -> None:
 
 class Own(dict[str, int]):
     """A user's own, which may have attributes too."""
+
+
+class Makes(dict[str, Callable[[], Any]]):
+    """Makes what it returns, as ``ACT2FN`` of transformers does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_a_dictionary_that_makes_what_it_returns_is_the_same_and_stays_so() -> None:
+    module = Holder()
+    module.state = made = Makes(a=Plain)
+    state = PythonState({"": module})
+    state.begin()
+    state.end()
+    assert not [*state.changes()] and contents_of(made) == contents_of(made)
+    state.restorer()()
+    assert made.get("a") is Plain
 
 
 def test_the_order_of_a_dictionary_and_the_items_of_an_own_one_are_found_and_restored() -> None:
