@@ -341,11 +341,14 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
 @contextmanager
 def restored() -> Iterator[None]:
     """Globals and modes are as before, after the block."""
+    before = sys.modules.get(MEGATRON.__name__)
     sys.modules |= {"shared": IMPORTED, MEGATRON.__name__: MEGATRON}
     try:
         yield
     finally:
         del sys.modules["shared"], sys.modules[MEGATRON.__name__]
+        if before is not None:
+            sys.modules[MEGATRON.__name__] = before
         SCALES["now"], Unit.common, Derived.common = 1.0, 1.0, 1.0
         del Derived.common
         os.environ.pop("power_2", None)
