@@ -344,7 +344,8 @@ class CallSpec:
                 another = spec and Mark(f"another {spec.type.__name__}")
                 return _mismatch(name, another or self.marks[name], value)
             leaves += found
-        for (n, was), (_, now) in zip(self.twins, _twins(given, self.specs), strict=True):
+        twins = _twins(given, self.specs) if self.twins else ()  # As many: the specs are the same.
+        for (n, was), (_, now) in zip(self.twins, twins, strict=True):
             if was != now:
                 return _mismatch(names[n], _AliasOf(names[was]), _AliasOf(names[now]))
         return leaves

@@ -59,9 +59,9 @@ class Results:
         tensors: dict[Any, Any] = {**given, **dict(enumerate(outputs))}
         for number, layout in self.layouts.items():
             tensors[number] = layout.from_graph(tensors[number])
-        # Copies: an attribute, and what a loop collects from it, outlive the pass.
-        only_set = copies([tensors[key] for key in self._only_set])
-        tensors |= zip(self._only_set, only_set, strict=True)
+        if self._only_set:  # An attribute, and what a loop collects from it, outlive the pass.
+            only_set = copies([tensors[key] for key in self._only_set])
+            tensors |= zip(self._only_set, only_set, strict=True)
         for (module, name), mark in self.attributes.items():
             vars(module)[name] = tensors[mark.key]
         filled = [tensors[leaf.key] if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
