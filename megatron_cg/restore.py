@@ -7,14 +7,10 @@ then, whatever ``--cg-on-failure`` says.
 
 from __future__ import annotations
 
-import pickle
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, Self
 
-import numpy
 import torch
 
 from megatron_cg.errors import NotRestoredError
@@ -97,31 +93,3 @@ def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
         into, values = into[once], values[once]
     with torch.inference_mode() if into.is_inference() else torch.no_grad():
         into.copy_(values)
-
-
-class RandomState:
-    """The state of a generator of Python, NumPy or torch, as bytes."""
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        self._read, self._write = read, write
-
-    @classmethod
-    def of(cls, value: Any) -> RandomState | None:
-        """That of ``value``, or of the generator of a module of functions; None if it has none."""
-        if value is random or isinstance(value, random.Random):
-            return cls(value.getstate, value.setstate)
-        if value is numpy.random or isinstance(value, numpy.random.RandomState):
-            return cls(value.get_state, value.set_state)
-        if isinstance(value, torch.Generator):  # Tensors are pickled with ids.
-            write = value.set_state
-            return cls(lambda: value.get_state().numpy(), lambda one: write(torch.from_numpy(one)))
-        if isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-        return None
-
-    def get(self, _key: None) -> bytes:
-        return pickle.dumps(self._read())
-
-    def __setitem__(self, _key: None, state: bytes) -> None:
-        self._write(pickle.loads(state))

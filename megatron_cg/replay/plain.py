@@ -23,7 +23,6 @@ from weakref import (
 )
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES
 
 KNOWN = frozenset({"megatron", "megatron_fsdp", "transformer_engine", "megatron_cg", "triton"})
 LIBRARIES = KNOWN | {"torch", "numpy", "einops"} | sys.stdlib_module_names
@@ -145,15 +144,19 @@ class Contents:
 
 def _changeable(value: Any, depth: int) -> Iterator[Any]:
     """The containers that :func:`contents` looks into and that can change, ``value`` included."""
-    mapping = isinstance(value, MAPPINGS)
     if is_array(value) and hasattr(value, "__setitem__"):  # Its numbers cannot change.
         yield value
-    if not depth or not (mapping or isinstance(value, (*_SEQUENCES, *_SETS))):
+    if not depth or not is_container(value) or is_array(value):
         return
     if not isinstance(value, tuple | frozenset):
         yield value
-    for inner in value.values() if mapping else value:
+    for inner in elements(value):
         yield from _changeable(inner, depth - 1)
+
+
+def elements(container: Any) -> Any:
+    """What a container holds; of a mapping the values."""
+    return container.values() if isinstance(container, MAPPINGS) else container
 
 
 def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
@@ -195,52 +198,10 @@ def referred(value: Any) -> Any:
     return value() if isinstance(value, ReferenceType) else value
 
 
-def leaves_held(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Any]:
-    """The value, or what is in a container or in what torch's trees open, at any depth.
-
-    ``inside`` are the ids of what it is in, which it may hold in turn.
-    """
-    value = referred(value)
-    if isinstance(value, MAPPINGS):
-        parts: Any = value.values()
-    elif is_container(value) and not is_array(value):
-        parts = value
-    elif type(value) in SUPPORTED_NODES:
-        parts, _ = SUPPORTED_NODES[type(value)].flatten_fn(value)
-    else:
-        yield value
-        return
-    if id(value) not in inside:
-        for part in parts:
-            yield from leaves_held(part, (*inside, id(value)))
-
-
 def is_deep(value: Any, depth: int = _DEPTH) -> bool:
     """Whether a container in it that can change lies deeper than :func:`contents` looks."""
     if not is_container(value) or is_array(value):
         return False
-    inner = value.values() if isinstance(value, MAPPINGS) else value
-    return any(is_deep(one, depth - 1) for one in inner) if depth else Contents(value).can_change
-
-
-def restored_to(holder: Any, before: Any) -> None:
-    """Restore a dictionary, list or set to what it had ``before``."""
-    if isinstance(holder, dict):
-        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
-            for key in [*holder]:
-                del holder[key]
-        for key, value in before.items():  # Threads may read what stays.
-            if key not in holder or holder.get(key) is not value:
-                holder[key] = value
-    elif isinstance(holder, list | deque):
-        if not same_value([*map(id, holder)], [*map(id, before)]):
-            holder.clear()
-            holder.extend(before)
-    elif isinstance(holder, array | bytearray):
-        holder[:] = before
-    elif is_array(holder):
-        if not same_value(holder, before):  # It may be read-only.
-            holder[...] = before
-    elif holder != before:
-        holder.clear()
-        holder.update(before)
+    if not depth:
+        return next(_changeable(value, _DEPTH), None) is not None
+    return any(is_deep(one, depth - 1) for one in elements(value))

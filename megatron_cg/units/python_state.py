@@ -15,53 +15,54 @@ import sys
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from configparser import RawConfigParser, SectionProxy
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from dis import get_instructions, opmap
+from dis import opmap
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from logging import Logger
 from traceback import walk_stack
-from types import CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
 import numpy
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
-from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_cg.hooks import MODULE_REGISTRIES, RECORDER
 from megatron_cg.replay.guard import Entry, KeySet
 from megatron_cg.replay.plain import (
     LIBRARIES,
     MAPPINGS,
-    RECORDS,
     attribute,
     is_array,
     is_known,
     is_plain,
     package_of,
     referred,
-    restored_to,
     same_value,
 )
-from megatron_cg.restore import RandomState, Restores
-from megatron_cg.upstream.patch import cells_of, undone_after
+from megatron_cg.restore import Restores
+from megatron_cg.units.held import (
+    DEPTH,
+    INTERNAL,
+    Attributes,
+    RandomState,
+    attributes_of,
+    functions_in,
+    held_by,
+    imported_by,
+    is_object,
+    item,
+    parts_of,
+    restored_to,
+    texts,
+    variables_of,
+)
+from megatron_cg.upstream.patch import undone_after
 
-_PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
-"""Of methods, properties, what decorates a function, and partial functions."""
-DEPTH = 4
-_INTERNAL = frozenset(vars(nn.Module())) | {
-    *("forward", "cuda_graphs", "cuda_graph_manual_hooks", "_should_call_te_cudagraph"),
-    *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
-}
-"""Attributes of modules that have rows of their own, or that this package sets."""
-_OPEN = (nn.Module, torch.optim.Optimizer, LRScheduler, GradScaler, RawConfigParser, SectionProxy)
-"""Classes of torch and Python whose objects have something that users set."""
 _CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getitem__.__code__
 _ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
 _BY_TEXT = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
@@ -147,7 +148,7 @@ class PythonState:
         for path, module in self._modules.items():
             if not is_known(module):
                 self._copies[id(vars(module))] = vars(module), dict(vars(module)), path, True
-                for name in vars(module).keys() - _INTERNAL:
+                for name in vars(module).keys() - INTERNAL:
                     self._copy(vars(module)[name], attribute(path, name))
 
     def end(self) -> None:
@@ -247,7 +248,7 @@ class PythonState:
             yield KeySet(keys, "attribute", attribute(what, ""), self.own_names | _CALLED)
 
     def _is_read(self, name: str) -> bool:
-        return (self._any_name or name in self.names) and name not in _INTERNAL
+        return (self._any_name or name in self.names) and name not in INTERNAL
 
     def _roots(self) -> Iterator[tuple[Any, Any, str]]:
         for path, module in self._modules.items():
@@ -450,134 +451,3 @@ class PythonState:
         self._globals[id(holder), name] = holder, name, what
         self._values.append((holder, name, what, holder[name]))
         self._copy(holder[name], what)
-
-
-class Attributes:
-    """Attributes of a class or an object, the free variable of a function, or what a list holds.
-
-    With ``place``, of what is now at that place of a dictionary.
-    """
-
-    def __init__(self, owner: Any, place: str | None = None) -> None:
-        self._of: Callable[[], Any] = lambda: owner if place is None else owner.get(place)
-
-    def get(self, key: Any) -> Any:
-        owner = self._of()
-        if key == "level" and isinstance(owner, Logger):  # From which it writes.
-            return owner.disabled or max(owner.manager.disable + 1, owner.getEffectiveLevel())
-        try:
-            return owner[key] if isinstance(key, int) else getattr(owner, key, None)
-        except (ValueError, LookupError):  # A variable that is not set yet, an item that is gone.
-            return None
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        kinds = getattr(owner := self._of(), "__mro__", ())
-        setattr(next((kind for kind in kinds if key in vars(kind)), owner), key, value)
-
-
-def texts(constants: tuple[Any, ...]) -> Iterator[str]:
-    for constant in constants:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple | frozenset):
-            yield from texts(tuple(constant))
-
-
-def item(owner: str, key: Any) -> str:
-    """An element in words. The values of a tensor would be read on the host."""
-    return f"{owner}[{key!r}]" if is_plain(key) else f"{owner}[a {type(key).__name__}]"
-
-
-def held_by(value: Any, what: str) -> list[Entry]:
-    """A row for each element of a container, or for each attribute of an object."""
-    if isinstance(value, MAPPINGS):
-        rows = [Entry(value, key, "state", item(what, key)) for key in value]
-        return [*rows, *attributes_of(value, what)] if is_object(value) else rows
-    if isinstance(value, ContextVar):
-        return [Entry(value, None, "state", what)]
-    if isinstance(value, list | tuple | deque):
-        items = Attributes(value)
-        return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
-    if isinstance(value, partial | MethodType):
-        keys = ("args", "keywords") if isinstance(value, partial) else ("__self__",)
-        return [Entry(Attributes(value), key, "state", attribute(what, key)) for key in keys]
-    return attributes_of(value, what) if is_object(value) else []
-
-
-def attributes_of(value: Any, what: str) -> list[Entry]:
-    """A row for each attribute of an object, a class or a module; of classes for plain ones."""
-    own: Any = {} if isinstance(value, type) else getattr(value, "__dict__", {})
-    hidden = _INTERNAL if isinstance(value, nn.Module) else ()
-    rows = [Entry(own, key, "state", attribute(what, key)) for key in own if key not in hidden]
-    if isinstance(value, nn.Module):
-        rows += [Entry(value._modules, n, "state", attribute(what, n)) for n in value._modules]
-    kinds = (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
-    names: dict[str, str] = {}
-    for kind in kinds if not isinstance(value, ModuleType) else ():
-        for name in _data(kind) if not is_known(kind, LIBRARIES) else ():
-            names.setdefault(name, kind.__name__ if isinstance(value, type) else what)
-    found = Attributes(value)
-    rows += [Entry(found, n, "state", attribute(of, n)) for n, of in names.items() if n not in own]
-    return rows
-
-
-def variables_of(function: FunctionType) -> list[Entry]:
-    """A row for each free variable of a function, each attribute, and defaults that can change."""
-    name, rows = function.__qualname__, list[Entry]()
-    if package_of(function.__module__) in LIBRARIES:
-        return rows
-    for variable, cell in cells_of(function).items():
-        if variable != "__class__":
-            what = f"variable {variable} of {name}"
-            rows.append(Entry(Attributes(cell), "cell_contents", "state", what))
-    for key in ("__defaults__", "__kwdefaults__"):
-        if getattr(function, key):
-            rows.append(Entry(Attributes(function), key, "state", f"the defaults of {name}"))
-    own = vars(function)
-    return rows + [Entry(own, key, "state", f"attribute {name}.{key}") for key in own]
-
-
-def imported_by(code: CodeType, package: str) -> Iterator[str]:
-    """The names that the modules may have that some code imports while it runs."""
-    parents = ["", *accumulate(package.split("."), "{}.{}".format)]
-    if not {"import_module", "modules"}.isdisjoint(code.co_names):
-        yield from texts(code.co_consts)
-    for one in get_instructions(code):
-        if one.opname == "IMPORT_NAME":
-            yield from (f"{parent}.{one.argval}".strip(".") for parent in parents)
-
-
-def _data(kind: type) -> Iterator[str]:
-    """The names of what a class holds besides functions, and of slots for what its objects hold."""
-    for name, value in vars(kind).items():
-        is_slot = isinstance(value, MemberDescriptorType)
-        if is_slot or not (callable(value) or hasattr(type(value), "__get__") or name[:2] == "__"):
-            yield name
-
-
-def is_object(value: Any) -> bool:
-    """Whether it is an object of a class that users write, or of one like theirs."""
-    others = (torch.Tensor, type, ModuleType, FunctionType, MethodType, partial)
-    if is_plain(value) or isinstance(value, others) or is_known(value):
-        return False
-    if not isinstance(value, _OPEN) and is_known(value, RECORDS):
-        return False
-    kinds = type(value).__mro__
-    return isinstance(getattr(value, "__dict__", None), dict) or any(
-        "__slots__" in vars(kind) for kind in kinds if not is_known(kind, LIBRARIES)
-    )
-
-
-def parts_of(value: Any) -> list[Any]:
-    """The parts of a function, method, property or the like, which a call of it runs or reads."""
-    own = getattr(value, "__dict__", {})
-    return [getattr(value, n) for n in _PARTS if hasattr(type(value), n) or n in own]
-
-
-def functions_in(value: Any, depth: int = DEPTH) -> Iterator[FunctionType]:
-    """The Python functions that a call of ``value`` runs first."""
-    if isinstance(value, FunctionType):
-        yield value
-    elif depth and not isinstance(value, torch.Tensor | nn.Module):
-        for part in parts_of(value):
-            yield from functions_in(part, depth - 1)

@@ -23,8 +23,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from megatron_cg.errors import CaptureError, NotRestoredError
-from megatron_cg.replay.plain import LIBRARIES, is_known, leaves_held, same_value
+from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
 from megatron_cg.replay.plain import contents as contents_of
+from megatron_cg.units.held import leaves_held
 from megatron_cg.units.python_state import PythonState
 from tests.unit.units.plain import (
     REPLAYED,
