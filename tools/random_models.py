@@ -248,12 +248,12 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     from megatron_cg.experts.install import use_device_counts
     from megatron_cg.integrations.megatron.steps import repeat_steps
     from megatron_cg.recompute.layers import allow_full_recompute
-    from megatron_cg.tape import train as cpu_model
+    from megatron_cg.tape import train
     from megatron_cg.tape.fakes import replaced
     from tests.unit.grouped_linear import in_place_of_te
     from tests.unit.packs import pack_at_spaces, packs_on_cpu
 
-    make = cpu_model.gpt_model
+    make = train.gpt_model
 
     def gpt_model(shape: CpuModelConfig) -> torch.nn.Module:
         made = make(shape)
@@ -269,7 +269,7 @@ def settings(drawn: Draw, *, graphs: bool) -> Iterator[CpuModelConfig]:
     options = {**drawn.model.options, "init_model_with_meta_device": drawn.on_meta}
     options["apply_rope_fusion"] = drawn.packs is not None
     with ExitStack() as undo:
-        undo.enter_context(replaced(cpu_model, "gpt_model", gpt_model))
+        undo.enter_context(replaced(train, "gpt_model", gpt_model))
         if drawn.packs is not None:
             undo.enter_context(packs_on_cpu())
         if drawn.torch_gemm:

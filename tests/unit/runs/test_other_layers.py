@@ -128,10 +128,10 @@ def trainer(scopes: tuple[str, ...]) -> Iterator[Any]:
     hyper_connection = pytest.importorskip("megatron.core.transformer.hyper_connection")
     from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
 
-    from megatron_cg.tape import train as cpu_model
+    from megatron_cg.tape import train as tape_train
 
     name = "get_gpt_layer_local_spec"
-    make = vars(cpu_model)[name]
+    make = vars(tape_train)[name]
 
     def spec(**named: Any) -> Any:
         made = make(**named)
@@ -143,7 +143,7 @@ def trainer(scopes: tuple[str, ...]) -> Iterator[Any]:
     given = {"enable_mhc_connections": True}
     shape = CpuModelConfig(layers=LAYERS, graph_modules=scopes, options=given)
     with (
-        replaced(cpu_model, name, spec),
+        replaced(tape_train, name, spec),
         replaced(torch.cuda.nvtx, "range", lambda _text: nullcontext()),
         torch.compiler.set_stance("force_eager"),
         trainer_of(shape, microbatches=2) as made,

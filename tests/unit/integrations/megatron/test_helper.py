@@ -27,7 +27,7 @@ from megatron_cg.experts.install import DeviceDispatcher
 from megatron_cg.experts.slots import PeerMemory
 from megatron_cg.fully_shard.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
-from megatron_cg.tape import train as cpu_model
+from megatron_cg.tape import train
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import applied, undone_after
 from tests.unit.backends.cuda_double import cuda_double
@@ -110,10 +110,10 @@ def test_a_model_without_a_decoder_is_refused(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bert(model: CpuModelConfig) -> Any:
-        spec, config = bert_layer_local_spec, cpu_model.transformer_config(model)
+        spec, config = bert_layer_local_spec, train.transformer_config(model)
         return BertModel(config, 0, spec, model.vocabulary, model.sequence_length)
 
-    monkeypatch.setattr(cpu_model, "gpt_model", bert)
+    monkeypatch.setattr(train, "gpt_model", bert)
     with microbatch_of(2):
         trainer = new_trainer()
         with pytest.raises(ConfigurationError, match=r"a model without a decoder.* type --cuda-gr"):
