@@ -119,15 +119,15 @@ def install_for(
     replays: Sequence[ReplayFunction],
 ) -> FastPath | None:
     """Install what is applicable to a sharding by Megatron-FSDP or FSDP2; None for any other."""
+    scratch = IdlePool(backend.pool) if backend.pool is not None else None
     if sharding.groups:
-        return install_under_v2(sharding.groups, optimizers, replays)
+        return install_under_v2(sharding.groups, scratch, optimizers, replays)
     if sharding.opens_spans:
         with _installing(sharding.wrapped) as path:
             path.add("spans", under_v2.skip_spans)
         return path
     if sharding.megatron_fsdp is None:
         return None
-    scratch = IdlePool(backend.pool) if backend.pool is not None else None
     return install(sharding.megatron_fsdp, scratch, optimizers, graphed, replays)
 
 
@@ -171,6 +171,7 @@ def install(
 
 def install_under_v2(
     groups: Sequence[Any],
+    scratch: IdlePool | None = None,
     optimizers: Sequence[Any] = (),
     replays: Sequence[ReplayFunction] = (),
 ) -> FastPath:
@@ -183,7 +184,7 @@ def install_under_v2(
         add("packing", lambda: parts.pack_gradients(groups), parts.REPLACES_PACKING)
         add(_OF_GRAPHS, lambda: parts.detach_weights(groups, replays), parts.REPLACES_HOOKS)
         if optimizers:
-            add("casts", lambda: parts.install_casts(optimizers), parts.REPLACES_CASTS)
+            add("casts", lambda: parts.install_casts(optimizers, scratch), parts.REPLACES_CASTS)
             adam = optimizer_step.REPLACES_STEP
             add("optimizer", lambda: optimizer_step.install_adam(optimizers), adam)
     return path

@@ -144,14 +144,21 @@ class IdlePool:
         self.borrowed_bytes = 0
         """Bytes that the callers so far borrow, which the next replay writes."""
 
-    def still_held(self) -> int:
-        """How many borrowed tensors somebody still holds; each is reported only once."""
+    def report_held(self) -> int:
+        """How many borrowed tensors somebody still holds; if any, warn and borrow no more."""
         given, self._given = self._given, {}
-        return sum(not piece.expired() for pieces in given.values() for piece in pieces)
-
-    def stop_borrowing(self) -> None:
-        self._borrowed.clear()
-        self._grew, self.borrowed_bytes = True, 0
+        held = sum(not piece.expired() for pieces in given.values() for piece in pieces)
+        if held:
+            self._borrowed.clear()
+            self._grew, self.borrowed_bytes = True, 0
+            logger.warning(
+                "megatron_cg: when the optimizer has stepped, at least %d tensors still share "
+                "memory with its gradients. The graphs use that memory in the next forward pass, "
+                "so the values of these tensors are lost: clone what you want to keep. From now "
+                "on, gradients have their own memory.",
+                held,
+            )
+        return held
 
     def empty(
         self, caller: Hashable, like: Sequence[torch.Tensor], dtype: torch.dtype
@@ -322,16 +329,8 @@ class _GradientTable:
             copy = gradient._local_tensor
             if copy is not None:
                 gradient._local_tensor = copy.clone()
-        held = self._scratch.still_held() if self._scratch is not None else 0
-        if held and self._scratch is not None:
-            self._scratch.stop_borrowing()
-            logger.warning(
-                "megatron_cg: at the start of a forward pass, at least %d tensors still share "
-                "memory with the optimizer's gradients. The graphs use that memory now, so the "
-                "values of these tensors are lost: clone what you want to keep. From now on, "
-                "gradients have their own memory.",
-                held,
-            )
+        if self._scratch is not None:
+            self._scratch.report_held()
 
     def _read(self) -> bool:
         """Read which slice is each parameter's; False if a DTensor is not made yet."""

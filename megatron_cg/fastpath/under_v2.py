@@ -39,8 +39,9 @@ Note [Weights that autograd does not visit]
 
 Note [Casts for the optimizer]
     v2 reduces gradients in the dtype of the weights, and Megatron's optimizer casts each for the
-    step, as a DTensor. The first step does so here too. Later ones reuse these DTensors around new
-    memory, which one call fills and which is freed after the step.
+    step, as a DTensor. Here each DTensor is made once, and the memory of its first cast is freed at
+    once. One call fills memory that lives for the step, and that is borrowed as in Note [Copies in
+    borrowed memory] of ``optimizer_step.py``.
 
 Note [Spans that nobody records]
     FSDP2 opens a span of torch's profiler around each of its functions, twelve times a layer in a
@@ -63,7 +64,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
-from megatron_cg.fastpath.optimizer_step import inner_optimizers
+from megatron_cg.fastpath.optimizer_step import IdlePool, inner_optimizers
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2
 from megatron_cg.replay.guarded_graph import ReplayFunction
@@ -402,8 +403,8 @@ def _is_whole(module: Any, weights: Sequence[Any]) -> bool:
     return bool(len(module._ready_grad_parameters) == module._num_trainable_parameters)
 
 
-def install_casts(optimizers: Iterable[Any]) -> patch.Undo:
-    """See Note [Casts for the optimizer]; returns the undo.
+def install_casts(optimizers: Iterable[Any], scratch: IdlePool | None = None) -> patch.Undo:
+    """See Note [Casts for the optimizer]; returns the undo. ``scratch``: None, ordinary memory.
 
     Raises NotApplicableError if no optimizer is Megatron's own for v2, or it casts nothing.
     """
@@ -411,16 +412,17 @@ def install_casts(optimizers: Iterable[Any]) -> patch.Undo:
     found = dict.fromkeys(one for one in own if not one.config.use_precision_aware_optimizer)
     if not found:
         raise NotApplicableError("no optimizer of Megatron's casts gradients of v2")
-    return patch.combine_undos(undo for one in found for undo in _Casts(one).installed())
+    return patch.combine_undos(undo for one in found for undo in _Casts(one, scratch).installed())
 
 
 class _Casts:
     """Replaces ``_copy_model_grads_to_main_grads`` of one optimizer."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, scratch: IdlePool | None) -> None:
         self._optimizer, self._original = optimizer, getattr(optimizer, _CAST)
+        self._scratch = scratch
         self._made: dict[Any, Any] = {}
-        """By parameter, the DTensor that Megatron made of its gradient."""
+        """By parameter, the DTensor that was made of its gradient."""
 
     def installed(self) -> Iterator[patch.Undo]:
         yield patch.replace_function(self._optimizer, _CAST, self)
@@ -429,6 +431,8 @@ class _Casts:
     def _free(self) -> None:
         for made in self._made.values():
             made._local_tensor = None
+        if self._scratch is not None:
+            self._scratch.report_held()
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -436,14 +440,14 @@ class _Casts:
         assert not casted
         given = [(p, p.grad) for p in self._optimizer.get_parameters() if p.grad is not None]
         differ = [(p, gradient) for p, gradient in given if gradient.dtype != p.dtype]
-        if not all(self._knows(parameter, gradient) for parameter, gradient in differ):
+        if any(type(gradient) is not DTensor for _, gradient in differ):
             self._original()
-            self._made = {p: p.grad for p, _ in casted if type(p.grad) is DTensor}
             return
-        copies = [torch.empty_like(each._local_tensor, dtype=p.dtype) for p, each in differ]
-        if copies:
-            torch._foreach_copy_(copies, [gradient._local_tensor for _, gradient in differ])
-        for (parameter, gradient), copy in zip(differ, copies, strict=True):
+        for parameter, gradient in differ:
+            if not self._knows(parameter, gradient):
+                self._made[parameter] = made = gradient.to(dtype=parameter.dtype)
+                made._local_tensor = None
+        for (parameter, gradient), copy in zip(differ, self._copies(differ), strict=True):
             made = self._made[parameter]
             made._local_tensor = copy
             parameter.grad = None
@@ -451,9 +455,22 @@ class _Casts:
             parameter.grad = made
             casted.append((parameter, gradient))
 
+    def _copies(self, differ: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:
+        local = [gradient._local_tensor for _, gradient in differ]
+        dtypes = [parameter.dtype for parameter, _ in differ]
+        if self._scratch is not None and len({*dtypes}) == 1:
+            # Not all parameters have a gradient in each step.
+            caller = (dtypes[0], *(each.shape for each in local))
+            copies = self._scratch.empty(caller, local, dtypes[0])
+        else:
+            copies = [torch.empty_like(one, dtype=d) for one, d in zip(local, dtypes, strict=True)]
+        if copies:
+            torch._foreach_copy_(copies, local)
+        return copies
+
     def _knows(self, parameter: Any, gradient: Any) -> bool:
         made = self._made.get(parameter)
-        if made is None or type(gradient) is not DTensor:
+        if made is None:
             return False
         here, there = made._spec, gradient._spec
         same = here.placements == there.placements and here.mesh == there.mesh

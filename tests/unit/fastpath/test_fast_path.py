@@ -190,11 +190,8 @@ class BorrowingTape(TapeBackend):
     pool = (0, 1)
     borrowed_bytes = 1
 
-    def still_held(self) -> int:
+    def report_held(self) -> int:
         return 0
-
-    def stop_borrowing(self) -> None:
-        raise AssertionError("nobody holds anything")
 
     def empty(self, _caller: Any, like: Any, dtype: torch.dtype) -> list[torch.Tensor]:
         made = [torch.full_like(tensor, torch.nan, dtype=dtype) for tensor in like]

@@ -29,6 +29,7 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import Symbol
+from tests.unit.fastpath.test_main_weights import Scratch
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import layers_of, trainer_of
 from tests.unit.units import sharded
@@ -443,13 +444,14 @@ def megatrons(inner: Any, parameters: list[Any]) -> Any:
 
 
 @in_core
-def test_casts_are_those_of_megatrons_optimizer(groups: Any) -> None:
+@pytest.mark.parametrize("scratch", [None, Scratch()])
+def test_casts_are_those_of_megatrons_optimizer(groups: Any, scratch: Any) -> None:
     parameters = [one for group in groups for _, one, _ in named(group)]
     seen: list[Any] = []
     inner = SimpleNamespace(step=lambda: seen.append([p.grad for p in parameters]))
     optimizer = megatrons(inner, parameters)
     optimizer._copy_main_params_to_model_params = lambda: None
-    undo = under_v2.install_casts([SimpleNamespace(chained_optimizers=[optimizer])])
+    undo = under_v2.install_casts([SimpleNamespace(chained_optimizers=[optimizer])], scratch)
     for step in range(3):
         given = []
         for number, parameter in enumerate(parameters):
@@ -467,7 +469,8 @@ def test_casts_are_those_of_megatrons_optimizer(groups: Any) -> None:
             assert parameter.grad._local_tensor.eq(step + number).all()
         optimizer.step_with_ready_grads()
         assert all(map(operator.is_, [p.grad for p in parameters], given))
-    assert all(map(operator.is_, seen[1], seen[2]))
+    assert all(map(operator.is_, seen[0], seen[2]))
+    assert scratch is None or (scratch.pieces == 3 * len(given[1:]) and scratch.ended)
     assert {one._local_tensor for one in seen[2][1:]} == {None}
     undo()
     assert not {"_copy_model_grads_to_main_grads", "step_with_ready_grads"} & {*vars(optimizer)}
@@ -499,7 +502,7 @@ def stepped(case: sharded.Case, set_to_none: bool, graphed: bool) -> sharded.Run
     """Two more steps follow without graphs."""
     run: Any = sharded.Run(case)
     run.optimizer = stepping = Stepping(run, set_to_none)
-    undo = under_v2.install_casts([stepping.megatrons]) if graphed else lambda: None
+    undo = under_v2.install_casts([stepping.megatrons], Scratch()) if graphed else lambda: None
     run.train(graphed=graphed)
     undo()
     run.graphs = None
@@ -561,7 +564,7 @@ def test_an_unknown_function_turns_its_part_off(
 
     install_parts._warn_once.cache_clear()
     monkeypatch.setattr(Symbol, "unknown_body", unknown_body)
-    path = install_under_v2(groups, [SimpleNamespace(chained_optimizers=[])])
+    path = install_under_v2(groups, None, [SimpleNamespace(chained_optimizers=[])])
     path.close()
     assert path.parts == [part for part in PARTS if part not in off]
     assert [part for part, why in path.left_out.items() if why == "another body"] == off
