@@ -502,7 +502,8 @@ def stepped(case: sharded.Case, set_to_none: bool, graphed: bool) -> sharded.Run
     """Two more steps follow without graphs."""
     run: Any = sharded.Run(case)
     run.optimizer = stepping = Stepping(run, set_to_none)
-    undo = under_v2.install_casts([stepping.megatrons], Scratch()) if graphed else lambda: None
+    scratch: Any = Scratch()
+    undo = under_v2.install_casts([stepping.megatrons], scratch) if graphed else lambda: None
     run.train(graphed=graphed)
     undo()
     run.graphs = None
