@@ -180,7 +180,6 @@ def install_under_v2(
         add, parts = path.add, under_v2
         add("layouts", lambda: parts.keep_layouts(groups[0]), parts.REPLACES_LAYOUTS)
         add("views", lambda: parts.keep_views(groups), parts.REPLACES_VIEWS)
-        add("places", lambda: parts.keep_places(groups), parts.REPLACES_SWITCHES)
         add("packing", lambda: parts.pack_gradients(groups), parts.REPLACES_PACKING)
         add(_OF_GRAPHS, lambda: parts.detach_weights(groups, replays), parts.REPLACES_HOOKS)
         if optimizers:

@@ -1,7 +1,7 @@
 """Parts for FSDP2 and for Megatron-FSDP v2: what v2 computes anew is kept while graphs live.
 
 v2 does its bookkeeping in Python, for each parameter and several times a step: it lays out buffers
-and cuts them, finds the module of a parameter by its name, and copies and casts gradients.
+and cuts them, and copies and casts gradients.
 
 Note [A layout is a value]
     v2 lays out a buffer for the gradients of each group in each microbatch, and for its weights in
@@ -16,11 +16,6 @@ Note [Kept as long as the memory]
     storage shows that, as in ``bucketing.py``. With replicas over which gradients are reduced at
     the last microbatch, v2 makes a new buffer of gradients in each step. There is nothing to keep
     then, and the old one must be freed.
-
-Note [Where a parameter is set]
-    A group sets its sharded or its unsharded parameters on its modules four times a microbatch, and
-    finds each by its name. Here they are found once, and before each use every step on the way is
-    compared, so that a module that took the place of another one is found again.
 
 Note [A buffer without memory]
     v2 packs the gradients of a group into a new buffer, which it drops when the next group has its
@@ -66,14 +61,13 @@ from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.optimizer_step import IdlePool, inner_optimizers
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.fsdp.roles import fsdp_v2
+from megatron_cg.fsdp.roles import fsdp_v2, unsharded_parameters
 from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream import patch
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
 _LAYOUT, _BUFFER = "layout:GlobalLayout", "dbuffer:DBuffer"
 _GROUP, _MODULE = "parameter_group:FsdpParameterGroup", "module:FsdpModule"
-_TO_SHARDED, _TO_UNSHARDED = "_switch_to_sharded_parameters", "_switch_to_unsharded_parameters"
 _ALLOCATE, _COPY = "allocate_partial_grad_buffer", "copy_gradients_to_partial_buffer"
 _REDUCE = "reduce_partial_gradients"
 
@@ -90,13 +84,6 @@ _VIEW = _known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518")
 REPLACES_VIEWS = (
     *_VIEW,
     *_known(f"{_BUFFER}.get_dtensor", "as a DTensor", "64b72abcf05a58be", "f26bcecbad026ce9"),
-)
-_SETS = ("30b490e1e2bbbbc3", "0f2289d28c1fc7f9")
-REPLACES_SWITCHES = (
-    *_known(f"{_GROUP}.{_TO_SHARDED}", "sets shards", "288eb9e359975215", "9ff84b85f9327916"),
-    *_known(f"{_GROUP}._set_module_parameters|_set_module_parameter", "sets one", *_SETS),
-    *_known("parameter_group:_get_parameter_owner", "finds their modules", "89982003f44a2d39"),
-    *_known(f"{_GROUP}.{_TO_UNSHARDED}", "sets weights", "47f484df95853b67", "aaad70011875a174"),
 )
 REPLACES_PACKING = (
     *_VIEW,
@@ -134,13 +121,14 @@ _SPAN = Symbol(
 _PROFILES = Symbol("torch.autograd:_profiler_enabled", "whether a profiler runs")
 RELIES_ON = (
     *(_SPAN, _PROFILES),
-    *dict.fromkeys((*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_SWITCHES, *REPLACES_HOOKS)),
+    *dict.fromkeys((*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_HOOKS)),
     *REPLACES_CASTS,
     *fsdp_v2(
         _GROUP,
         "parameters that are gathered together",
         *("main_weight", "main_grad", "_main_grad_placements|_accumulation_placements"),
-        *("_owning_module|owning_module", "parameter_names|fsdp_parameters", "_symm_mem_pool"),
+        *("_owning_module|owning_module", "_symm_mem_pool"),
+        "unsharded_parameters|fsdp_parameters",
     ),
     *fsdp_v2(
         _MODULE,
@@ -217,64 +205,6 @@ def _owner(group: Any) -> Any:
     return group._owning_module() if hasattr(group, "_owning_module") else group.owning_module
 
 
-def _named(group: Any) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-    """Each name of a group's parameters, and what is set there: sharded, and unsharded."""
-    if hasattr(group, "fsdp_parameters"):
-        return [(fqn, p.sharded, p.unsharded) for p in group.fsdp_parameters for fqn in p.fqns]
-    columns = group.parameter_names, group.sharded_parameters, group.unsharded_parameters
-    return list(zip(*columns, strict=True))
-
-
-def keep_places(groups: Iterable[Any]) -> patch.Undo:
-    """See Note [Where a parameter is set]; returns the undo."""
-    return patch.combine_undos(undo for group in groups for undo in _places_of(group))
-
-
-def _places_of(group: Any) -> Iterator[patch.Undo]:
-    names, *parameters = zip(*_named(group), strict=True)
-    places = _Places(group, names)
-    for method, own in zip((_TO_SHARDED, _TO_UNSHARDED), parameters, strict=True):
-        yield patch.replace_function(group, method, places.setter(own, getattr(group, method)))
-
-
-class _Places:
-    """Where a group's parameters are set, by their names."""
-
-    def __init__(self, group: Any, names: Sequence[str]) -> None:
-        self._group, self._names = group, names
-        self._way: dict[tuple[nn.Module, str], nn.Module] = {}
-        """Modules on the way to a parameter, by the one around each and the name there."""
-        self._places: list[tuple[nn.Module, str]] = []
-
-    def setter(self, parameters: Sequence[Any], original: Callable[[], None]) -> Callable[[], None]:
-        def switch() -> None:
-            if not (self._found() or self._find()):
-                original()
-                return
-            for (module, name), parameter in zip(self._places, parameters, strict=True):
-                module._parameters[name] = parameter
-
-        return switch
-
-    def _found(self) -> bool:
-        way = self._way.items()
-        return bool(self._places) and all(m._modules.get(name) is child for (m, name), child in way)
-
-    def _find(self) -> bool:
-        """Find all again; False if one is in no module that is registered."""
-        self._way, self._places, places = {}, [], []
-        for fqn in self._names:
-            module, (*path, name) = _owner(self._group), fqn.split(".")
-            for child in path:
-                found = module._modules.get(child)
-                if found is None:
-                    return False
-                self._way[module, child] = module = found
-            places.append((module, name))
-        self._places = places
-        return True
-
-
 def pack_gradients(groups: Iterable[Any]) -> patch.Undo:
     """See Note [A buffer without memory]; returns the undo."""
     packed = [group for group in groups if group.requires_grad and group._symm_mem_pool is None]
@@ -285,7 +215,7 @@ class _Packing:
     """Replaces how a group packs its gradients."""
 
     def __init__(self, group: Any) -> None:
-        self._parameters = list(dict.fromkeys(unsharded for _, _, unsharded in _named(group)))
+        self._parameters = list(dict.fromkeys(unsharded_parameters(group)))
         self._group = group
         self._originals = [getattr(group, name) for name in (_ALLOCATE, _COPY, _REDUCE)]
         self._buffer: Any = None
@@ -344,7 +274,9 @@ class _Hooked:
 
     def __init__(self, groups: Sequence[Any]) -> None:
         trained = [group for group in groups if group.requires_grad]
-        self._modules = {id(weight): _owner(g) for g in trained for *_, weight in _named(g)}
+        self._modules = {
+            id(weight): _owner(g) for g in trained for weight in unsharded_parameters(g)
+        }
         self._to_come: dict[Any, list[Callable[[], bool]]] = {m: [] for m in self._modules.values()}
         """Of each sharded module: whether gradients of its graphs are still to come in a pass."""
 

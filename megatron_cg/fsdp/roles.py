@@ -87,6 +87,13 @@ def fsdp_v2(
     return tuple(Symbol(f"{one}.experimental.{path}", expected, **more) for one in _PLACES)
 
 
+def unsharded_parameters(group: Any) -> list[nn.Parameter]:
+    """What a group sets on its modules while it is gathered."""
+    if hasattr(group, "unsharded_parameters"):
+        return [*group.unsharded_parameters]
+    return [parameter.unsharded for parameter in group.fsdp_parameters]  # megatron-core 0.20
+
+
 def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
     is_there = path.startswith(("MegatronFSDP", "fp8_"))
     module = "megatron_fsdp" if is_there else "param_and_grad_buffer"

@@ -44,7 +44,7 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import BufferInUseError, ConfigurationError, Violation
-from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2
+from megatron_cg.fsdp.roles import UnitHooks, fsdp_package_of, fsdp_v2, unsharded_parameters
 from megatron_cg.fsdp.sharding import is_sharded_by_v2 as is_sharded
 from megatron_cg.fully_shard.per_module import Buffer, PerModule, Place, Storages, lies_in
 from megatron_cg.replay.borders import in_backward_pass
@@ -274,10 +274,3 @@ class _Place(Place):
                 "which they ran at capture, and let v2 reshard each after its pass."
             )
         return self
-
-
-def unsharded_parameters(group: Any) -> list[nn.Parameter]:
-    """What a group sets on its modules while it is gathered."""
-    if hasattr(group, "unsharded_parameters"):
-        return [*group.unsharded_parameters]
-    return [parameter.unsharded for parameter in group.fsdp_parameters]  # megatron-core 0.20

@@ -21,8 +21,8 @@ from megatron_cg.fastpath import install_parts, under_v2
 from megatron_cg.fastpath.install_parts import install_under_v2
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fastpath.under_v2 import keep_layouts, keep_views
+from megatron_cg.fsdp.roles import unsharded_parameters
 from megatron_cg.fully_shard import models
-from megatron_cg.fully_shard.megatron_fsdp_v2 import unsharded_parameters
 from megatron_cg.fully_shard.per_module import lies_in
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -139,50 +139,10 @@ def test_a_model_that_is_dropped_leaves_nothing_on_the_class_of_layouts(groups: 
     assert Same(vars(kind)["build"]) == before
 
 
-def set_on(group: Any) -> list[Any]:
-    """What the modules of a group have now, by identity."""
-    module = under_v2._owner(group)
-    names = [name for name, _, _ in under_v2._named(group)]
-    owners = [(module.get_submodule(name.rpartition(".")[0]), name) for name in names]
-    return [Same(owner._parameters[name.rpartition(".")[2]]) for owner, name in owners]
-
-
-def test_parameters_are_set_on_the_modules_that_are_there_now(groups: Any) -> None:
-    group, undo = groups[0], under_v2.keep_places(groups)
-    layer, replaced = under_v2._owner(group), nn.Linear(1, 1)
-    for up in (None, replaced, replaced, None):
-        layer.up = up or layer.up
-        layer.up._parameters = dict(layer.up._parameters)
-        for number, method in (
-            (1, group.reshard_parameters),
-            (2, group._switch_to_unsharded_parameters),
-        ):
-            method()
-            assert set_on(group) == [Same(row[number]) for row in under_v2._named(group)]
-    assert {*replaced._parameters} == {"weight", "bias"}
-    undo()
-    assert "_switch_to_sharded_parameters" not in vars(group)
-
-
-class Aliased(sharded.Block):
-    @property
-    def other(self) -> nn.Module:
-        return self.norm
-
-
-def test_a_module_with_another_name_is_left_to_v2(groups: Any) -> None:
-    """What v2 finds by an attribute, which no module has registered."""
-    group = groups[0]
-    layer: Any = under_v2._owner(group)
-    found, names = [], [name.replace("norm.", "other.") for name, _, _ in under_v2._named(group)]
-    layer.__class__ = type("Aliased", (type(layer), Aliased), {})
-    places = under_v2._Places(group, names)
-    places.setter([None] * len(names), lambda: found.append("v2"))()
-    assert found == ["v2"] and any(name.startswith("other.") for name in names)
-
-
-def named(group: Any) -> list[Any]:
-    return [*under_v2._named(group)]
+def shards(group: Any) -> list[Any]:
+    if hasattr(group, "fsdp_parameters"):
+        return [parameter.sharded for parameter in group.fsdp_parameters]
+    return list(group.sharded_parameters)
 
 
 def gradients_of(group: Any, seed: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -201,7 +161,7 @@ def reduced(groups: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> list
             group.copy_gradients_to_partial_buffer(packed)
             assert not any(p.grad is not None for p in unsharded_parameters(group))
             group.reduce_partial_gradients(packed)
-            for _, parameter, _ in named(group):
+            for parameter in shards(group):
                 found.append(parameter.grad.to_local().flatten().tolist())
                 if seed % 2:
                     parameter.grad = None
@@ -446,7 +406,7 @@ def megatrons(inner: Any, parameters: list[Any]) -> Any:
 @in_core
 @pytest.mark.parametrize("scratch", [None, Scratch()])
 def test_casts_are_those_of_megatrons_optimizer(groups: Any, scratch: Any) -> None:
-    parameters = [one for group in groups for _, one, _ in named(group)]
+    parameters = [one for group in groups for one in shards(group)]
     seen: list[Any] = []
     inner = SimpleNamespace(step=lambda: seen.append([p.grad for p in parameters]))
     optimizer = megatrons(inner, parameters)
@@ -526,7 +486,7 @@ def test_steps_with_casts_have_the_bits_of_megatrons() -> None:
     assert on_ranks(cast_and_stepped) == [[True, True]] * 2
 
 
-PARTS = ["layouts", "views", "places", "packing"]
+PARTS = ["layouts", "views", "packing"]
 """Without graphs and an optimizer."""
 
 
@@ -535,9 +495,6 @@ FUNCTIONS = {
     "__post_init__": ["layouts"],
     "get_dtensor": ["views"],
     "get_local_tensor": ["views", "packing", OF_GRAPHS],
-    "_switch_to_sharded_parameters": ["places"],
-    "_set_module_parameters|_set_module_parameter": ["places"],
-    "_get_parameter_owner": ["places"],
     "_reduce_gradient_groups": ["packing", OF_GRAPHS],
     "reallocate_storage": ["packing", OF_GRAPHS],
     "release_storage": ["packing", OF_GRAPHS],

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_cg import graph_units
 from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
+from megatron_cg.fsdp.roles import unsharded_parameters
 from megatron_cg.fully_shard.fsdp2 import FullyShard, own_groups
-from megatron_cg.fully_shard.megatron_fsdp_v2 import _in_order, unsharded_parameters
+from megatron_cg.fully_shard.megatron_fsdp_v2 import _in_order
 from megatron_cg.upstream.patch import combine_undos
 from tests.unit.ranks import on_ranks
 from tests.unit.units.sharded import (
@@ -51,7 +52,7 @@ from tests.unit.units.sharded import (
     without_sync,
 )
 
-PARTS_OF_V2 = ["layouts", "views", "places", "packing", "detached-weights-of-graphs"]
+PARTS_OF_V2 = ["layouts", "views", "packing", "detached-weights-of-graphs"]
 PLACED: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
 
 
