@@ -57,8 +57,8 @@ TIMEOUT = timedelta(minutes=10)
 FALLING_BACK = timedelta(seconds=60)
 """How long a rank waits for the others to fall back to eager after a mismatch. They find the same
 mismatch at the same call."""
-_SOON = timedelta(seconds=1)
-_LONGEST = 10.0
+_SOON, _LONGEST = 2.0, 10.0
+"""Seconds between ranks whose exchange fails, and for an access to the store, at most."""
 _NOT_THE_CALLER = (
     *(str(Path(file).parent) for file in (torch.__file__, os.__file__)),
     str(Path(__file__).parents[1]),
@@ -67,50 +67,8 @@ _NOT_THE_CALLER = (
 """Prefixes of files: torch, Python's library, this package, generated code."""
 
 
-class _Whereabouts:
-    """Where the ``ranks`` of a group wait; this process is one of them.
-
-    A rank writes where it is to the default group's store if it waits for longer than
-    :data:`_SOON`. That may be gone, so no access takes longer than :data:`_LONGEST` seconds.
-    """
-
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self._store: Any = _STORE.find()()
-        self._keys = {rank: f"megatron_cg/waits/{rank}" for rank in ranks}
-
-    def wait_at(self, vote: str, words: str) -> None:
-        """Write that this rank waits at ``vote``, a name that no other vote has."""
-        self._write(f"{vote}\n{words}, {_caller()}")
-
-    def wait_no_more(self) -> None:
-        self._write("")
-
-    def absent_from(self, vote: str) -> tuple[list[int], str]:
-        """The ranks that do not wait at ``vote``, and in words where they wait, if at all.
-
-        No ranks if the store does not answer.
-        """
-        time.sleep(2 * _SOON.total_seconds())  # Another may be about to write.
-        found = _in_time(self._read) or {}
-        places = {rank: value.partition("\n")[::2] for rank, value in found.items()}
-        absent = {rank: words for rank, (there, words) in places.items() if there != vote}
-        elsewhere = (f"Rank {rank} waits at {words}. " for rank, words in absent.items() if words)
-        return list(absent), "".join(elsewhere)
-
-    def _write(self, value: str) -> None:
-        _in_time(partial(self._store.set, self._keys[dist.get_rank()], value))
-
-    def _read(self) -> dict[int, str]:
-        keys = list(self._keys.values())
-        there = keys if self._store.check(keys) else [k for k in keys if self._store.check([k])]
-        several = self._store.has_extended_api()
-        got = self._store.multi_get(there) if several else map(self._store.get, there)
-        values = dict(zip(there, (value.decode() for value in got), strict=True))
-        return {rank: values.get(key, "") for rank, key in self._keys.items()}
-
-
 def _in_time(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns; None if the store fails or does not answer."""
+    """What ``call`` of a store returns; None if it fails, or takes more than :data:`_LONGEST`."""
     found = []
 
     def answer() -> None:
@@ -156,17 +114,15 @@ class Agreement:
         alone: str = "",
     ) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._ranks = [0]
+        self._ranks, self._exchanges = [0], 0
         self._timeout, self._remedy = timeout, remedy or say(WITHOUT_GRAPHS)
         if dist.is_initialized():
             self._ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
         if len(self._ranks) > 1:
-            self._where = _Whereabouts(self._ranks)
             those = f"megatron_cg/{digest(map(str, self._ranks))}"
             _made[those] += 1
             self._name = f"{those}/{_made[those]}"
             self._group = self._connect(alone)
-        self._exchanges = 0
         self._last, self._heard = "the vote on settings 0", time.monotonic()
         self._closed, self._broken = False, ""
         self._captures = 1
@@ -322,8 +278,8 @@ class Agreement:
 
     def _connect(self, alone: str) -> dist.ProcessGroup:
         """A new gloo group; all of the ranks, and no others, call this together."""
-        here, timeout = f"{self._name}/0", self._timeout
-        self._where.wait_at(here, "the first call of this package")
+        timeout = self._timeout
+        self._wait_here()
         made: dist.ProcessGroup
         try:
             # torch takes the number of the groups that this process knows into the name. Ranks of
@@ -333,17 +289,28 @@ class Agreement:
             ):
                 made = dist.new_group(self._ranks, timeout, "gloo", use_local_synchronization=True)
         except RuntimeError as error:
-            absent, elsewhere = self._where.absent_from(here)
+            absent = self._absent()
             found = f"another rank has ended (gloo: {error}), and did not wait for"
             if absent:
                 late = f"did not come here within {timeout.total_seconds():g} seconds of"
                 found = f"{ranks_text(absent)} {late}"
             raise AgreementError(
                 f"{found} rank {dist.get_rank()}: each rank of the group votes, so all of them "
-                f"make this call, together. {elsewhere}{alone}"
+                f"make this call, together. {alone}"
             ) from error
-        self._where.wait_no_more()
         return made
+
+    def _wait_here(self) -> None:
+        """Write that this rank has come to the exchange that is under way."""
+        store, key = _STORE.find()(), f"{self._name}/{self._exchanges}/{dist.get_rank()}"
+        _in_time(partial(store.set, key, "waits"))
+
+    def _absent(self) -> list[int]:
+        """The ranks that did not write this; none if the store does not answer."""
+        time.sleep(_SOON)  # Others that came fail with this one, and are about to write.
+        store, here = _STORE.find()(), f"{self._name}/{self._exchanges}"
+        there = _in_time(lambda: [store.check([f"{here}/{rank}"]) for rank in self._ranks])
+        return [rank for rank, came in zip(self._ranks, there or (), strict=False) if not came]
 
     def _vote_on_capture(self, kind: Kind, vote: Vote) -> Decision:
         self._require_sound()
@@ -390,14 +357,7 @@ class Agreement:
             return row.view(1, -1)
         rows = row.new_empty(group.size() * len(row))
         with self._naming_lost_ranks(group, timeout, vote):
-            work: Any = dist.all_gather_into_tensor(rows, row, group, async_op=True)
-            with suppress(RuntimeError):
-                work.wait(_SOON)
-            if late := not work.is_completed():
-                self._where.wait_at(f"{self._name}/{self._exchanges}", vote)
-            work.wait()
-            if late:
-                self._where.wait_no_more()
+            dist.all_gather_into_tensor(rows, row, group)
         return rows.view(group.size(), -1)
 
     @contextmanager
@@ -422,9 +382,9 @@ class Agreement:
         self._last, self._heard = vote, time.monotonic()
 
     def _lost(self, vote: str, cause: timedelta | RuntimeError) -> str:
-        silent, here = time.monotonic() - self._heard, f"{self._name}/{self._exchanges}"
-        self._where.wait_at(here, vote)
-        absent, elsewhere = self._where.absent_from(here)
+        silent = time.monotonic() - self._heard
+        self._wait_here()
+        absent = self._absent()
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
         one_of = "one of " if not absent and len(others) > 1 else ""
         who = one_of + ranks_text(absent or others)
@@ -435,8 +395,8 @@ class Agreement:
             found = f"{ended}; {who} did not come to {vote} with" if absent else f"{ended}, before"
         return (
             f"{found} this rank, which is {_caller()}. All ranks were last heard from "
-            f"{silent:.0f} seconds ago, at {self._last}. {elsewhere}This rank ends: it "
-            "cannot know what the others do, and its next collective would wait forever. "
+            f"{silent:.0f} seconds ago, at {self._last}. This rank ends: it cannot know what the "
+            "others do, and its next collective would wait forever. "
             f"{self._remedy}"
         )
 

@@ -83,18 +83,6 @@ def came_late(rank: int, votes: Agreement) -> Any:
     return result
 
 
-def waits_elsewhere(rank: int, votes: Agreement) -> Any:
-    """Rank 1 waits at a vote of another agreement, and rank 0 asks when that is written."""
-    other = Agreement(LONG)
-    write, find = other._where.wait_at, votes._where.absent_from
-    if rank == 1:
-        vars(other._where)["wait_at"] = lambda *there: (write(*there), dist.barrier())
-        return said(partial(other.on_any_rank, "layer 1", timeout=LONG))
-    vars(votes._where)["absent_from"] = lambda vote: (dist.barrier(), find(vote))[1]
-    told = said(partial(votes.on_any_rank, "layer 0", timeout=SHORT))
-    return [*told, *said(partial(other.on_any_rank, "layer 1", timeout=LONG))]
-
-
 def left_a_graph(rank: int, votes: Agreement) -> Any:
     """Both ranks leave one graph; then each another; then they can leave none."""
     names = ("layer 0", f"layer {rank}", "layer 0")
@@ -131,7 +119,7 @@ def lost_a_rank(rank: int, votes: Agreement) -> Any:
 
 SCENARIOS = (
     *(confirmed_by_both, failed_between, captured_twice, other_sizes, other_graphs),
-    *(failed_alone, came_to_different_votes, came_late, waits_elsewhere, left_a_graph),
+    *(failed_alone, came_to_different_votes, came_late, left_a_graph),
     *(names_given, was_opened_and_closed, lost_a_rank),
 )
 
@@ -236,13 +224,6 @@ def test_a_vote_that_a_rank_misses_ends_on_both(outcome: Any) -> None:
     )
     assert "All ranks were last heard from " in first and "at the vote on settings 0." in first
     assert second.startswith("AgreementError: another rank has ended, or waits no longer (gloo: ")
-
-
-def test_a_rank_that_waits_at_another_vote_is_named_with_it(outcome: Any) -> None:
-    (told, joined), waited = outcome(waits_elsewhere)
-    assert "rank 1 did not come to the vote on mismatch 0 (layer 0)" in told
-    assert f"Rank 1 waits at the vote on mismatch 0 (layer 1), at {__file__}:" in told
-    assert [joined] == waited == ["went on"]
 
 
 def test_a_rank_that_died_ends_the_others(outcome: Any) -> None:
