@@ -2,8 +2,8 @@
 
 A graph takes tensors and nothing else. An argument that is no tensor keeps its observed value:
 capture uses it, and a call with another value is not replayed. Tensors may be in tuples, lists,
-dicts, named tuples, dataclasses, and in a ``BlockMask`` of flex_attention. A graph gets the first
-tensor of a call by position, and all others by name, such as ``position_embeddings[0]``.
+dicts, named tuples, and in a ``BlockMask`` of flex_attention. A graph gets the first tensor of a
+call by position, and all others by name, such as ``position_embeddings[0]``.
 
 Note [Expanded tensors]
     Nothing can be copied into a tensor whose elements share memory, such as a mask that is expanded
@@ -28,10 +28,9 @@ Note [Checkpointing around a unit]
 from __future__ import annotations
 
 import dis
-import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
@@ -116,26 +115,8 @@ class _Function:
         return FunctionType(self.code, self.scope, closure=cells)
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """Makes objects of a dataclass without its ``__post_init__``, which has set its fields."""
-
-    kind: type
-    same: tuple[tuple[str, str], ...]
-    """Fields that hold the tensor of another: code may ask, as attention does of boundaries."""
-
-    def __call__(self, **parts: Any) -> Any:
-        made: Any = object.__new__(self.kind)
-        for name, part in (parts | {one: parts[other] for one, other in self.same}).items():
-            object.__setattr__(made, name, part)
-        return made
-
-
 def in_parts(value: Any) -> Any:
-    """``value`` with the parts of each block mask and dataclass in it, for torch's tree functions.
-
-    Dataclasses with more than their fields, or that torch knows, stay as they are.
-    """
+    """``value`` with the parts of each block mask in it, for torch's tree functions."""
     kind = type(value)
     if kind in _LEAVES:  # Most, and each replay asks.
         return value
@@ -147,22 +128,7 @@ def in_parts(value: Any) -> Any:
         return kind(map(in_parts, value))
     if kind is dict:
         return {key: in_parts(one) for key, one in value.items()}
-    is_dataclass = hasattr(kind, "__dataclass_fields__") and kind not in pytree.SUPPORTED_NODES
-    return _fields_of(value) if is_dataclass else value
-
-
-def _fields_of(value: Any) -> Any:
-    kind: Any = type(value)
-    parts = {one.name: in_parts(getattr(value, one.name)) for one in fields(kind) if one.init}
-    is_whole = len(parts) == len(fields(kind)) and kind.__new__ is object.__new__
-    if not is_whole or getattr(value, "__dict__", parts).keys() != parts.keys():
-        return value
-    first: dict[int, str] = {}
-    tensors = ((name, id(one)) for name, one in parts.items() if isinstance(one, torch.Tensor))
-    same = tuple((name, first[key]) for name, key in tensors if first.setdefault(key, name) != name)
-    for name, _ in same:
-        del parts[name]
-    return Parts(_Fields(kind, same), parts)
+    return value
 
 
 def _opened(value: Any, depth: int) -> Any:
@@ -270,8 +236,6 @@ class CallSpec:
     """The containers of each argument; None if it is no container."""
     twins: tuple[tuple[int, int], ...]
     """Each list, dict and object of these, and the first that is the same one, as code may ask."""
-    keeps_order: bool
-    """Whether code may see the order of keywords."""
 
     @classmethod
     def of(
@@ -290,9 +254,7 @@ class CallSpec:
                 seen[id(leaf)] = name
         specs = [None if _is_leaf(one) else pytree.tree_structure(one, _is_leaf) for one in values]
         twins = _twins([*args, *kwargs.values()], specs)
-        kinds = {one.kind for one in inspect.signature(forward).parameters.values()}
-        keeps_order = inspect.Parameter.VAR_KEYWORD in kinds
-        return cls(positions, tuple(kwargs), marks, tuple(specs), twins, keeps_order)
+        return cls(positions, tuple(kwargs), marks, tuple(specs), twins)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -323,14 +285,14 @@ class CallSpec:
         return tuple(tensors.pop(name) for name in self.names), tensors, None
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | Mismatch:
-        order = tuple if self.keeps_order else set
-        if len(args) != len(self.positions) or order(kwargs) != order(self.keywords):
+        # Code may see the order of keywords.
+        if len(args) != len(self.positions) or tuple(kwargs) != self.keywords:
             return Mismatch(
                 "structure",
                 "the way of its call",
                 _way(self.positions, self.keywords),
                 _way(args, kwargs),
-                "Pass the same arguments, by position and by name, in each step.",
+                "Pass the same arguments, by position and in one order by name, in each step.",
             )
         given = [*args, *(kwargs[name] for name in self.keywords)]
         leaves: list[Any] = []

@@ -129,7 +129,7 @@ def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[
         yield Violation(
             "unit-arguments",
             f"unit {name}: {problem}",
-            "a graph takes dense tensors, also in tuples, dicts, dataclasses and a BlockMask; "
+            "a graph takes dense tensors, also in tuples, lists, dicts and a BlockMask; "
             "other arguments must be None, numbers, strings, dtypes or shapes",
             f"{without}pass plain tensors, of a sparse one its indices and values, or take the "
             "unit out of units",

@@ -82,15 +82,14 @@ class Results:
         """Give an eager pass to ``run``, which gets what it returns and sets as one result."""
 
         def whole() -> tuple[Any, list[Any]]:
-            value = in_parts(function(*args, **kwargs))
+            value = function(*args, **kwargs)
             return value, [vars(module).get(name) for module, name in self.attributes]
 
         value, attributes = run(whole)
         for (module, name), tensor in zip(self.attributes, attributes, strict=True):
             if name in vars(module):
                 vars(module)[name] = tensor
-        leaves, spec = tree_flatten(value, is_plain)
-        return tree_unflatten(leaves, spec)
+        return value
 
     def problem(self, before: Results | None) -> str | None:
         """Why no graph can return this form, after the pass ``before``; None if one can."""
@@ -178,11 +177,11 @@ class ModuleUnit(Unit):
             )
         attributes = attributes_of(self.graphed, before)
         given_tensors = self._form.by_name(args, kwargs)
-        results, tensors = self._results_of(in_parts(value), attributes, given_tensors)
+        results, tensors = self._results_of(value, attributes, given_tensors)
         if (problem := results.problem(self._results)) is not None:
             raise self.refused(
                 problem,
-                "Return tensors, None, numbers and strings, also in tuples, dicts or dataclasses.",
+                "Return tensors, None, numbers and strings, also in tuples, lists or dicts.",
             )
         self._results = results
         return tuple(tensors)
@@ -231,7 +230,7 @@ class ModuleUnit(Unit):
         self, value: Any, arguments: Mapping[str, torch.Tensor]
     ) -> Iterator[ReadOnly | UsedResult]:
         """Watch what a replay was given and has returned and set."""
-        known: dict[Any, Any] = {**arguments, **dict(enumerate(tensors_of(in_parts(value))))}
+        known: dict[Any, Any] = {**arguments, **dict(enumerate(tensors_of(value)))}
         for key, kind in self._watches:
             one = vars(key[0]).get(key[1]) if isinstance(key, tuple) else known.get(key)
             if isinstance(one, torch.Tensor) and (one.requires_grad or kind is not UsedResult):

@@ -29,7 +29,7 @@ from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import local
 from megatron_cg.replay.plain import is_plain
-from megatron_cg.units.call import CallSpec, attributes_of, in_parts, is_trained, recompute_around
+from megatron_cg.units.call import CallSpec, attributes_of, is_trained, recompute_around
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, ReadOnly
 from megatron_cg.units.sums import Autocast, Sums, autocast_now
@@ -191,7 +191,7 @@ class Observer:
         given, self._held, self._given = self._given, {}, {}
         now = {name_: version_of(one) for name_, _, one in given.values()}
         self.overwritten |= {(name, one) for one, was in self._versions.items() if now[one] != was}
-        results = results_of(in_parts(outputs), held)
+        results = results_of(outputs, held)
         made = {id(t): t for _, t in results if id(t) not in given}
         used, unwritten = self.sums.ended(name, list(filter(_has_node, made.values())))
         call, noted = self._now[name], list[tuple[torch.Tensor, GradStrides]]()

@@ -77,7 +77,7 @@ _CAST = (
 _ARGUMENT = (
     "pass separate_inputs=True to graph_units: units then take their arguments through views, and "
     "train as eager training with these views does. If it is passed already, the unit has this "
-    "tensor in another way too, as its own weight or in a dataclass: give it in one way"
+    "tensor in another way too, as its own weight: give it in one way"
 )
 _WEIGHT = "use it once in the unit (w = w.view_as(w) in its forward)"
 

@@ -11,7 +11,6 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_cg.units.call import CallSpec
-from tests.unit.packs import pack_of
 from tests.unit.units.plain import REPLAYED, ROWS, WIDTH, Training, assert_as_eager, backward, units
 
 X = torch.ones(2)
@@ -70,42 +69,6 @@ def test_other_documents_in_each_step_are_replayed() -> None:
 
 
 DOCUMENTS = documents(torch.zeros(ROWS))
-
-
-class Packed(Attention):
-    """Takes a pack of Megatron's, whose boundaries are a new tensor in each step."""
-
-    def forward(self, x: torch.Tensor, pack: Any) -> torch.Tensor:
-        assert pack.cu_seqlens_q is pack.cu_seqlens_kv
-        sample = torch.bucketize(torch.arange(ROWS), pack.cu_seqlens_q, right=True)
-        q = self.linear(x)[None, None]
-        allowed = (sample[:, None] == sample[None, :]).tril()
-        attended = scaled_dot_product_attention(q, q, q, attn_mask=allowed)[0, 0]
-        out: torch.Tensor = x + attended * pack.max_seqlen_q
-        return out
-
-
-def train_packed(run: Training, x: torch.Tensor) -> torch.Tensor:
-    longest = {"max_seqlen_q": ROWS, "max_seqlen_kv": ROWS}
-    pack = pack_of((0, 1 + run.step % (ROWS - 1), ROWS), total_tokens=ROWS, **longest)
-    for layer in run.model:
-        x = layer(x, pack)
-    return backward(x.square().mean())
-
-
-def test_another_pack_in_each_step_is_replayed() -> None:
-    assert_as_eager({"replayed": REPLAYED, "mismatched": 0}, partial(units, Packed), train_packed)
-
-
-def test_a_pack_has_the_same_tensors_and_numbers() -> None:
-    longest = {"max_seqlen_q": 4, "max_seqlen_kv": 4}
-    one = pack_of((0, 2, 4), **longest)
-    form = CallSpec.of(nn.Identity().forward, ((X, one),), {})
-    changes: list[dict[str, Any]] = [{}, {"max_seqlen_q": 3}, {"cu_seqlens_kv": one.cu_seqlens_q}]
-    packs = [pack_of((0, 1, 4), **(longest | change)) for change in changes]
-    found = [form.split(((X, pack),), {})[2] for pack in packs]
-    subjects = [mismatch.subject if mismatch is not None else None for mismatch in found]
-    assert subjects == [None, "argument input[1].max_seqlen_q", "argument input"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,6 +47,11 @@ def call(*args: Any, **kwargs: Any) -> Call:
 class Packed(NamedTuple):
     starts: torch.Tensor
     longest: int
+
+
+@dataclass
+class Fields:
+    main: torch.Tensor
 
 
 NESTED = call(Y, (X, MASK), mask={"full": [MASK, 3], "none": None})
@@ -116,12 +122,12 @@ def test_a_mask_that_comes_and_goes_is_named(made: Call) -> None:
     assert mismatch is not None and "Pass a 4-D mask in each step" in mismatch.cause
 
 
-def test_equal_constants_and_another_order_of_keywords_are_none() -> None:
+def test_equal_constants_are_none() -> None:
     form = CallSpec.of(forward, *call(X, X.shape, y=float("nan"), scale=1))
-    assert form.split(*call(X, torch.Size([1]), scale=1, y=float("nan")))[2] is None
+    assert form.split(*call(X, torch.Size([1]), y=float("nan"), scale=1))[2] is None
 
 
-def test_order_of_keywords_counts_where_code_may_see_it() -> None:
+def test_order_of_keywords_counts() -> None:
     form = CallSpec.of(variadic, *call(X, a=Y, b=MASK))
     mismatch = form.split(*call(X, b=MASK, a=Y))[2]
     assert mismatch is not None and mismatch.subject == "the way of its call"
@@ -156,6 +162,7 @@ class Array:
         (call([object], scale=object), ["argument x[0]", "argument scale", "no argument"]),
         (call(X, Array()), ["argument flag"]),
         (call(X, KIND), ["argument flag"]),
+        (call(X, y=Fields(Y)), ["argument y"]),
     ],
 )
 def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
