@@ -228,8 +228,8 @@ class GraphArguments:
         None,
         _FOLDER,
         "Write how the run goes as JSON into this folder: losses, norms and times of steps, "
-        "captures, memory, counters, mismatches, and at the end the digest of every parameter "
-        "shard. 'megatron-cg report DIR' prints it, and with '--against DIR2' compares two runs.",
+        "captures, memory, counters, and at the end the digest of every parameter shard. "
+        "'megatron-cg align --records DIR DIR2' compares two runs.",
         metavar="DIR",
     )
 

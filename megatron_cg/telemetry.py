@@ -50,15 +50,12 @@ def note(key: str, value: Any) -> None:
 
 @contextmanager
 def recording(sink: Recorder) -> Iterator[None]:
-    """Send notes, captures and warnings of this package to ``sink`` inside the block."""
-    package = logging.getLogger("megatron_cg")
-    package.addHandler(sink)
+    """Send notes and captures to ``sink`` inside the block."""
     _sinks.append(sink)
     try:
         yield
     finally:
         _sinks.remove(sink)
-        package.removeHandler(sink)
 
 
 def memory() -> dict[str, int] | None:

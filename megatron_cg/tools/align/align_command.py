@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,10 @@ from pathlib import Path
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.compare import EXIT_CODES, Comparison, Outcome
+from megatron_cg.tools.align.compare import EXIT_CODES, Comparison, Outcome, compare
 from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.tools.launch_line import read_flags
+from megatron_cg.tools.record.read_record import read_run
 
 _SHOWN_SHARDS = 5
 _NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
@@ -31,6 +31,13 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
 
 
 def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
+    if args.records is not None:
+        if extra:
+            raise MegatronCGError(f"--records trains nothing: leave out {' '.join(extra)}.")
+        eager, graphed = map(read_run, args.records)
+        outcome = Outcome(compare(eager, graphed), eager=eager, graphed=graphed)
+        print_report("two records", outcome)
+        return outcome.comparison
     preset = load_preset(args.preset)
     backend = args.backend
     if backend == "auto":
@@ -45,8 +52,6 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
         outcome = run.run_and_compare(runs, args.timeout)
     notice = _NOTICE if backend == TAPE else ""
     print_report(f"{preset.name} on {backend}", outcome, notice)
-    if args.work_dir is not None and outcome.graphed is not None:
-        print(f"what it recorded: megatron-cg report {shlex.quote(str(args.work_dir))}")
     return outcome.comparison
 
 

@@ -71,9 +71,11 @@ def align(add: Add) -> None:
     add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
     backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
-    text = "keep logs and records here; 'megatron-cg report DIR' prints them"
+    text = "keep logs and records here"
     add("--work-dir", type=Path, metavar="DIR", help=text)
     add("--timeout", type=positive, default=1800, help="seconds that a run may take")
+    text = "train nothing, and compare what two runs with --cg-record have left"
+    add("--records", nargs=2, type=Path, metavar=("EAGER", "GRAPHS"), help=text)
     add("--json", action="store_true", help=_JSON)
 
 
@@ -125,23 +127,11 @@ def plan(add: Add) -> None:
     add("--json", action="store_true", help=_JSON)
 
 
-def report(add: Add) -> None:
-    """Print what a run recorded: outcome, memory, graphs, faults.
-
-    DIR is what 'megatron-cg align --work-dir' or a run with --cg-record has left.
-    Exit code 0: printed; 2: cannot be done.
-    """
-    add("directory", type=Path, metavar="DIR", help="records of a run, or of align's two")
-    text = "records of an eager run: whether this one has the same bits"
-    add("--against", type=Path, metavar="DIR2", help=text)
-
-
 _MODULES = {
     align: "align.align_command",
     bench: "bench.bench_command",
     doctor: "doctor.checks",
     plan: "plan.report",
-    report: "report",
 }
 """The module of each command; its function ``invoke`` runs it, and returns the exit code."""
 COMMANDS = {command.__name__: command for command in _MODULES}
@@ -158,9 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: its own, or one of the above."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"megatron-cg {words[0]}" if words and words[0] in COMMANDS else "megatron-cg"
-    if argv is None and words[:1] in (["plan"], ["report"]):  # They start no process.
+    if argv is None and words[:1] == ["plan"]:  # It starts no process.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A reader that has gone, as with | head.
-    if argv is None and words[:1] == ["plan"]:
         # It runs no model, and a third of Megatron's import is that of torch's compiler.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     try:
@@ -180,6 +169,8 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
+    if words[:1] == ["report"]:
+        raise MegatronCGError("report has gone: align --records DIR DIR2 compares two records.")
     args, extra = _parsed(words[:cut]), words[cut + 1 :]
     if extra and args.command not in TAKING_FLAGS:
         raise MegatronCGError(f"{args.command} passes nothing on: leave out {' '.join(extra)}")

@@ -1,1 +1,1 @@
-"""The record of a run: written step by step, read by ``align`` and ``report``."""
+"""The record of a run: written step by step, read by ``align``."""

@@ -16,7 +16,7 @@ from megatron_cg.errors import MegatronCGError
 
 FORMAT = 1
 FILE = re.compile(r"rank(0|[1-9][0-9]*)\.jsonl")
-_GROWING = ("steps", "captures", "events")
+_GROWING = ("steps", "captures")
 
 
 class RecordError(MegatronCGError):

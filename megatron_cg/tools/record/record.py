@@ -1,7 +1,6 @@
 """Records what a run trained, bit for bit: losses, gradient norms and parameter shards.
 
-For ``megatron-cg report`` there are also step times, counters, captures, and warnings of this
-package. ``read_record.py`` has the format.
+There are also step times, counters and captures. ``read_record.py`` has the format.
 
 Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
 call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
@@ -131,14 +130,10 @@ def install_recorder(directory: str | Path, loop: LoopName = "megatron") -> Call
         return stack.pop_all().close
 
 
-class Recorder(logging.Handler):
-    """The record of one rank; its file grows step by step, from the begin of training.
-
-    As a handler of logging it records warnings and errors.
-    """
+class Recorder:
+    """The record of one rank; its file grows step by step, from the begin of training."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(logging.WARNING)
         rank = int(os.environ.get("RANK", "0"))
         self._path = directory / f"rank{rank}.jsonl"
         self._lines: list[str] = []
@@ -166,14 +161,6 @@ class Recorder(logging.Handler):
     def add_capture(self, capture: Mapping[str, Any]) -> None:
         """Add a capture, and the number of steps trained before it."""
         self.note("captures", [{"after_step": self._steps, **capture}])
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Add a warning or an error, and the number of steps trained before it."""
-        try:
-            level, text = record.levelname.lower(), record.getMessage()
-            self.note("events", [{"after_step": self._steps, "level": level, "text": text}])
-        except Exception:
-            self.handleError(record)
 
     def train_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``step``, and add its loss, gradient norm and time to the record."""
@@ -236,7 +223,6 @@ class Recorder(logging.Handler):
         if self._file is not None:
             with suppress(OSError):  # A full disk was told.
                 self._file.close()
-        super().close()
 
     def _add(self, **entry: Any) -> None:
         """Write a line, if training has begun; the first ones replace an older file.
@@ -259,7 +245,6 @@ class Recorder(logging.Handler):
             self._file.writelines(lines)
             self._file.flush()  # A killed run lacks nothing.
         except OSError as error:
-            # Before the warning, which is an event of this record.
             self._failed = True
             reason = f"{error.filename or self._path} cannot be written: {error.strerror}"
             logger.warning("megatron_cg: %s. Training goes on without a record.", reason)

@@ -12,6 +12,7 @@ from megatron_cg.tools.align import run
 from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Comparison, Outcome, Value
 from tests.unit.interpreted import python
 from tests.unit.tools.conftest import Cli
+from tests.unit.tools.records import make_record, write
 
 SAME = Value(0, 1, "lm loss", (1.0).hex(), (1.0).hex())
 OTHER = Value(1, 2, "gradient norm", (1.0).hex(), (1.5).hex())
@@ -64,12 +65,33 @@ def test_the_table_shows_numbers_differences_and_shards(
     shards = tuple(f"rank 0 main:w{index}" for index in range(7))
     comparison = Comparison(DIFFERENT, "why", (SAME, OTHER), 9, shards, {"captured": 3})
     asked.outcome = Outcome(comparison, log_tail="[the end]", graphed={})
-    out = cli("align --backend tape --work-dir", folder := tmp_path / "a folder").out
+    out = cli("align --backend tape --work-dir", tmp_path / "a folder").out
     assert "gradient norm (rank 1)" in out and "5.000e-01" in out and "differ" in out
     assert "9, different: 7" in out and "main:w4" in out and "main:w5" not in out
     assert "3 captured" in out and "[the end]" in out
     assert "CPU tape: a recording of ATen operations replaces the CUDA graph" in out
-    assert f"what it recorded: megatron-cg report '{folder}'\n" in out
+
+
+@pytest.mark.parametrize(
+    ("off", "code", "said"),
+    [(None, 0, "IDENTICAL, to the last bit"), (17, 1, "DIFFERENT: first difference at step 17")],
+)
+def test_two_records_are_compared_without_training(
+    off: int | None, code: int, said: str, cli: Cli, tmp_path: Path
+) -> None:
+    eager = write(tmp_path / "eager", *[make_record(graphs=False)] * 2)
+    graphs = write(tmp_path / "graphs", *[make_record(off=off)] * 2)
+    ended = cli("align --records", eager, graphs)
+    assert ended.code == code and said in ended.out and "2 mismatched" in ended.out
+    assert json.loads(cli("align --json --records", eager, graphs).out)["shards"] == 4
+    ended = cli("align --records", graphs, eager)
+    assert ended.code == 3 and "the graph run captured no graph" in ended.out
+    ended = cli("align --records", eager, tmp_path)
+    assert ended.code == 2 and "holds no record" in ended.err
+    ended = cli("align --records", eager, graphs, "--", "--lr")
+    assert ended.code == 2 and "--records trains nothing: leave out --lr" in ended.err
+    ended = cli("report", graphs)
+    assert ended.code == 2 and "align --records DIR DIR2 compares two records" in ended.err
 
 
 def test_the_runs_on_gpus_differ_in_the_flags_about_graphs_alone(asked: Answer, cli: Cli) -> None:

@@ -49,7 +49,7 @@ SAYING = """
 import sys
 from megatron_cg.tools.cli import main
 main.invoke = lambda *_: print("\\u2026 " * 10**5) or 0
-sys.argv = ["megatron-cg", "report", "x"]
+sys.argv = ["megatron-cg", "plan"]
 sys.exit(main.main())
 """
 """A command in a new interpreter that prints much."""

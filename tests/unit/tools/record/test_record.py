@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import math
 import os
 import sys
@@ -15,7 +14,7 @@ import torch
 
 import megatron_cg
 from megatron_cg.errors import UpstreamChangedError
-from megatron_cg.telemetry import note, recording
+from megatron_cg.telemetry import note
 from megatron_cg.tools.record.read_record import RecordError, read_run
 from megatron_cg.tools.record.record import Recorder, digest, install_recorder, parameter_digests
 from tests.unit.ranks import on_ranks
@@ -225,20 +224,6 @@ def test_a_path_that_is_no_utf_8_leaves_a_record_that_can_be_read(
     data = read(tmp_path)
     assert data["command"] == ["/data/caf?/train.py"]
     assert data["environment"]["NCCL_TOPO_FILE"] == "caf? \U0001f600\u2028"
-
-
-def test_warnings_of_this_package_are_in_the_record_and_no_others(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
-    ours = logging.getLogger("megatron_cg.replay.mismatch_policy")
-    with recording(recorder):
-        recorder.add_step({"lm loss": 1.0}, None, False, 0.0)
-        ours.warning("no replay of %s", "layer 3")
-        ours.info("not worth it")
-        logging.getLogger("elsewhere").warning("of somebody else")
-    ours.warning("too late")
-    recorder.finish([])
-    expected = {"after_step": 1, "level": "warning", "text": "no replay of layer 3"}
-    assert read(tmp_path)["events"] == [expected]
 
 
 def line(**changed: Any) -> str:
