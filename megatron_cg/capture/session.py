@@ -139,6 +139,7 @@ class Session:
                         self._agreement.report_failure()
                     raise
                 self._capture.attach(lasting)
+                self.mismatches.units = self.units
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()

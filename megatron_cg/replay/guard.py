@@ -46,7 +46,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron_cg.hooks import HookKind, describe, is_idle
-from megatron_cg.replay.plain import Contents, is_container, is_plain, same_value
+from megatron_cg.replay.plain import (
+    LIBRARIES,
+    Contents,
+    is_container,
+    is_plain,
+    package_of,
+    same_value,
+)
 from megatron_cg.upstream.symbols import Symbol
 
 GLOBAL_HOOKS = (
@@ -120,6 +127,7 @@ _CAUSES = {
 _transform = torch._C._functorch.peek_interpreter_stack
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _MODES = ("autocast", "autocast cache", "determinism", "default dtype", "modes", "fp8")
 
 
@@ -543,11 +551,14 @@ class Guard:
 
 def _around() -> str:
     """What operations of this thread go through in Python: modes of torch, vmap and the like."""
-    transform = _transform()
-    if not (transform or _function_modes() or _dispatch_modes()):
+    transform, hooks = _transform(), _saved_tensors_hooks(False)
+    if not (transform or hooks or _function_modes() or _dispatch_modes()):
         return "none"
     modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
     names = [type(one).__name__ for one in modes if not isinstance(one, DeviceContext)]
+    # Those of libraries, such as torch's checkpoint, give back what they got.
+    if hooks and package_of(getattr(hooks[0], "__module__", None)) not in LIBRARIES:
+        names.append("saved_tensors_hooks")
     return ", ".join([*names, *([str(transform.key())] if transform else ())]) or "none"
 
 

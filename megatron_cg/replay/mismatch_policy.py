@@ -19,7 +19,7 @@ Note [Refuted on all ranks]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
@@ -34,6 +34,8 @@ from megatron_cg.errors import (
     ranged,
 )
 from megatron_cg.replay.guard import Mismatch, Switches
+from megatron_cg.replay.settings import Settings
+from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import different
 
 
@@ -209,9 +211,11 @@ class MismatchPolicy:
         """In how many steps before this one, without a break, one unit had such a mismatch."""
         self._likewise: dict[tuple[str, str], list[str]] = {}
         """Other units with a mismatch that was reported, to be named together."""
-        self._switches = Switches()
+        self.units: Sequence[Unit] = ()
+        """Those of the capture. Their settings are those of its first step."""
+        self._switches, self._settings = Switches(), Settings(())
         self.other_switch: Mismatch | None = None
-        """What says that a switch of torch has changed, in this step."""
+        """What says that a switch of torch or a setting of a module has changed, in this step."""
 
     def begin_step(self) -> None:
         for (clause, subject), units in self._likewise.items():
@@ -224,7 +228,9 @@ class MismatchPolicy:
         self.steps_in_a_row = max(self._in_a_row.values(), default=0)
         self._now.clear()
         self.verifications.begin_step()
-        self.other_switch = self._switches.broken()
+        if self.units:
+            self._settings, self.units = Settings(self.units), ()
+        self.other_switch = self._switches.broken() or self._settings.broken()
 
     @property
     def verifies_step(self) -> bool:

@@ -36,6 +36,7 @@ from megatron_cg.integrations.call_arguments import ENABLE, CallVoice, by_argume
 from megatron_cg.integrations.megatron.megatron_unit import (
     LayerScopes,
     ObservedInputs,
+    require_forward_of_megatron,
     shared_experts_idle,
     takes_packs,
     units_of,
@@ -106,6 +107,7 @@ class FsdpHelper:
             self._scopes = LayerScopes(self.helper, read_tokens(self.given.cg_layers)[0])
             self._layers: list[Any] = self.helper.flattened_callables
             _require_units(sharding, self._layers)
+            require_forward_of_megatron(self._layers)
             self._inputs = ObservedInputs(self._layers)
             self._packs: Packs | None = None
             undo.callback(let_gradients_go(self.fsdp))
@@ -196,6 +198,7 @@ class FsdpHelper:
             captured.append(len(layers))
             return session.capture(request_of(layers, *args, **kwargs))
 
+        require_forward_of_megatron(self._layers)
         self.helper._capture_finished = False
         drop_gradients(self.fsdp)
         _make_loss_scales()

@@ -48,12 +48,13 @@ from torch import nn
 from megatron_cg.arguments.layers import LayerSelection
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated
 from megatron_cg.capture.observer import positional_names
-from megatron_cg.errors import say
+from megatron_cg.errors import LEAVE_LAYER_OUT, HookError, say
 from megatron_cg.integrations.megatron.packs import PACK, ObservedPacks, Packs
 from megatron_cg.integrations.repeated_step import StepState
 from megatron_cg.replay.borders import in_backward_pass
 from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
+from megatron_cg.replay.plain import is_known
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.megatron import (
     LayerConfig,
@@ -211,6 +212,35 @@ def units_of(layers: Sequence[Any], packs: Packs | None = None) -> list[Unit]:
     ]
 
 
+def require_forward_of_megatron(layers: Iterable[Any]) -> None:
+    """Raise HookError for a layer whose own ``forward`` its graph would not hold.
+
+    Megatron's TransformerLayer captures parts of its forward, which it names one by one.
+    """
+    for layer in filter(lambda one: isinstance(one, TransformerLayer), layers):
+        kinds, part = type(layer).__mro__, "_te_cuda_graph_capture"
+        ours, theirs = (next(k for k in kinds if n in vars(k)) for n in (part, "forward"))
+        is_below = kinds.index(theirs) < kinds.index(ours) and not is_known(theirs)
+        found = f"{theirs.__qualname__} defines a forward" if is_below else ""
+        for module in (layer, *_called_in_part(layer)):
+            if "forward" in vars(module):
+                found = f"somebody has replaced forward of a {type(module).__name__}"
+        if found:
+            raise HookError(
+                f"{name_of(layer)}: {found}. A graph holds what {ours.__qualname__}.{part} runs, "
+                "so replays would leave it out. Put the code into a forward hook of the layer, "
+                f"which runs around each replay, or {say(LEAVE_LAYER_OUT)}."
+            )
+
+
+def _called_in_part(layer: Any) -> tuple[nn.Module, ...]:
+    """The MoE layer in ``layer`` if its call begins in the graph and ends behind it."""
+    inside = layer._get_submodules_under_cudagraphs()
+    mlp = getattr(layer, "mlp", None)
+    is_part = getattr(mlp, "router", None) in inside and mlp not in inside
+    return (mlp,) if is_part and mlp is not None else ()
+
+
 def takes_packs(layer: Any) -> bool:
     """Whether the graph of ``layer`` reads where samples of a pack begin: it holds attention."""
     scopes = layer.config.cuda_graph_modules
@@ -225,10 +255,11 @@ class MegatronUnit(Unit):
 
     def __init__(self, name: str, layer: Any, packs: Packs | None = None) -> None:
         covered: Sequence[nn.Module] = layer._get_submodules_under_cudagraphs()
+        graphed = (m for root in covered for m in root.modules() if m is not layer)
         super().__init__(
             name,
             layer,
-            tuple(m for root in covered for m in root.modules() if m is not layer),
+            (*graphed, *_called_in_part(layer)),
             # torch does not count the collectives of these; see ``capture/observer.py``.
             collectives=layer.config.context_parallel_size > 1
             or layer.config.tensor_model_parallel_size > 1,
@@ -291,7 +322,8 @@ class MegatronUnit(Unit):
     @combined_undo
     def attach(self, before_replay: Sequence[ManualHook]) -> Iterator[Undo]:
         target: Any = self.layer
-        dispatcher = getattr(getattr(target, "mlp", None), "token_dispatcher", None)
+        mlp = getattr(target, "mlp", None)
+        dispatcher = getattr(mlp, "token_dispatcher", None)
         notes: dict[str, Any] = vars(dispatcher) if dispatcher is not None else {}
         noted = {key: notes[key] for key in _NOTED if isinstance(notes.get(key), int | tuple)}
 
@@ -305,7 +337,16 @@ class MegatronUnit(Unit):
                     return split
                 kwargs = split
             missed = (_no_tensor if self._is_direct else _not_passed_on)(args, kwargs)
-            return missed or partial(target._te_cuda_graph_replay, *args, **kwargs)
+            return missed or partial(replay, *args, **kwargs)
+
+        def replay(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return target._te_cuda_graph_replay(*args, **kwargs)
+            except BaseException:
+                # What the graph left for the rest of a MoE layer; any later pass would take it.
+                if (store := getattr(mlp, "cudagraph_tensor_store", None)) is not None:
+                    store.clear()
+                raise
 
         yield replay_instead(target, prepare)
         yield replace_function(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)

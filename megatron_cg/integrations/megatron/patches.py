@@ -315,8 +315,9 @@ class _Enabled:
             # Megatron's loop has checked its flags.
             if in_own_loop and all(given["config"] is not config for config in self.checked):
                 settings = settings_now()
-                optimizers = given.get("optimizers") or [None]
-                check_model(model, optimizers[-1], settings, backend.name)
+                if not given.get("optimizers"):
+                    raise ConfigurationError([_NO_OPTIMIZERS])
+                check_model(model, given["optimizers"][-1], settings, backend.name)
             for earlier in [ours for ours in self.helpers if ours.fsdp is root_of(model)]:
                 earlier.close()
             ours = FsdpHelper(made, backend, settings, source, agreement)
@@ -325,6 +326,13 @@ class _Enabled:
         ours.undo.callback(self.helpers.remove, ours)
 
 
+_NO_OPTIMIZERS = Violation(
+    "helper-without-optimizers",
+    "TECudaGraphHelper without optimizers",
+    "a step ends when the last optimizer has stepped, so nothing would be verified or compared "
+    "between steps",
+    "TECudaGraphHelper(..., optimizers=[optimizer])",
+)
 _enabled: _Enabled | None = None
 
 

@@ -48,14 +48,10 @@ def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         megatron_cg.disable()
 
 
-def helper_for(trainer: Any) -> Any:
-    return TECudaGraphHelper(
-        model=[trainer.model],
-        config=trainer.model.config,
-        seq_length=LENGTH,
-        micro_batch_size=2,
-        optimizers=[trainer._optimizer],
-    )
+def helper_for(trainer: Any, **options: Any) -> Any:
+    given = {"seq_length": LENGTH, "micro_batch_size": 2, "optimizers": [trainer._optimizer]}
+    config = trainer.model.config
+    return TECudaGraphHelper(model=[trainer.model], config=config, **given | options)
 
 
 def enabled() -> Any:
@@ -90,6 +86,8 @@ def test_a_broken_rule_ends_the_run_before_anything_is_made(trainer: Any) -> Non
     step = trainer._optimizer.step
     with pytest.raises(ConfigurationError, match=r"set \w+Config.gradient_accumulation_fusion=F"):
         helper_for(trainer)
+    with pytest.raises(ConfigurationError, match=r"TECudaGraphHelper\(..., optimizers="):
+        helper_for(trainer, optimizers=[])
     assert trainer._optimizer.step == step
     enabled().checked.append(trainer.model.config)  # as when Megatron-Bridge's run was checked
     helper_for(trainer)

@@ -1,0 +1,113 @@
+"""What people set on Megatron's and TE's modules while graphs live, compared as a step begins.
+
+Code of these packages reads numbers, names and functions of its modules, of their classes and of
+the model's config, and a replay runs no code. Rows of the guard would take longer than the replay.
+So all are compared once a step, for all units together. Code of other packages is observed instead,
+and has rows.
+
+Note [What counts]
+    Of a module its numbers of type float, strings and functions, and new attributes that take the
+    place of a method. Integers and switches are left out, since modules count passes with them. Of
+    a config everything plain, and of a class its functions.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from operator import call, is_
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from megatron_cg.replay.guard import Mismatch, described
+from megatron_cg.replay.plain import KNOWN, Contents, is_container, is_known, is_plain, same_value
+from megatron_cg.replay.unit import Unit
+
+_PACKAGES = KNOWN | {"torch"}
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod)
+_OF_MODULES = (float, str, *_FUNCTIONS)
+_OF_LOOPS = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
+"""Fields of a config that are scheduled in training and read behind the layers."""
+_CAUSE = (
+    "Code of the layer reads it, and a replay runs no code. Set it before the capture, or delete "
+    "the graphs and capture again."
+)
+
+
+class Settings:
+    """Those of the modules in the graphs of ``units``, as they are now."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        rows: list[tuple[Mapping[str, Any], str, str]] = []
+        self._owners: list[tuple[nn.Module, frozenset[str], str]] = []
+        seen: set[int] = set()
+        for unit in (one for one in units if not one.sets_attributes):
+            names = {module: name for name, module in unit.layer.named_modules()}
+            for module in (unit.layer, *unit.graphed):
+                if is_known(module, _PACKAGES) and id(module) not in seen:
+                    seen.add(id(module))
+                    where = f"{unit.name}, {names.get(module) or 'the layer itself'}"
+                    self._owners.append((module, frozenset(vars(module)), where))
+                    rows += _rows(vars(module), where, _OF_MODULES, own=module is unit.layer)
+                    rows += _shared_rows(module, seen)
+        self._rows = rows
+        self._reads, self._keys = [holder.get for holder, _, _ in rows], [key for _, key, _ in rows]
+        self._values = list(map(call, self._reads, self._keys))
+        self._contents = {n: Contents(v) for n, v in enumerate(self._values) if is_container(v)}
+        self._shapes = [(type(module), len(keys)) for module, keys, _ in self._owners]
+
+    def broken(self) -> Mismatch | None:
+        """The first that has changed."""
+        if not all(map(is_, map(call, self._reads, self._keys), self._values)):
+            for number, (read, key) in enumerate(zip(self._reads, self._keys, strict=True)):
+                was, now = self._values[number], read(key)
+                if now is not was and not self._is_same(number, now):
+                    return self._changed(self._rows[number][2], was, now)
+                self._values[number] = now
+        for number, contents in self._contents.items():
+            if not contents.are_in(self._values[number]):
+                return self._changed(self._rows[number][2], "another", self._values[number])
+        shapes = [(type(module), len(vars(module))) for module, _, _ in self._owners]
+        if shapes != self._shapes:
+            for (module, known, where), (kind, _) in zip(self._owners, self._shapes, strict=True):
+                if type(module) is not kind:
+                    return self._changed(f"the class of {where}", kind, type(module))
+                new = vars(module).keys() - known
+                for key in sorted(key for key in new if hasattr(kind, key)):
+                    return self._changed(f"{key} of {where}", getattr(kind, key), vars(module)[key])
+        return None
+
+    def _is_same(self, number: int, now: Any) -> bool:
+        was, contents = self._values[number], self._contents.get(number)
+        if was is None and callable(now):
+            return True  # A loop gives a config its functions, for gradients and timers.
+        return same_value(was, now) if contents is None else contents.are_in(now)
+
+    def _changed(self, what: str, was: Any, now: Any) -> Mismatch:
+        return Mismatch("setting", what, described(was), described(now), _CAUSE)
+
+
+def _rows(
+    holder: Mapping[str, Any], where: str, kinds: tuple[type, ...], *, own: bool = False
+) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Of a layer itself without its forward, which the replay replaces."""
+    for key, value in holder.items():
+        if isinstance(value, kinds) and not (own and key == "forward"):
+            yield holder, key, f"{key} of {where}"
+
+
+def _shared_rows(module: nn.Module, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+    """Of the classes of a module and of its config, unless they are in ``seen``."""
+    for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+        if id(kind) not in seen:
+            seen.add(id(kind))
+            yield from _rows(vars(kind), f"class {kind.__name__}", _FUNCTIONS)
+    config = getattr(module, "config", None)
+    config = getattr(config, "__dict__", {}).get("_config", config)
+    if is_dataclass(config) and id(config) not in seen:
+        seen.add(id(config))
+        for key, value in vars(config).items():
+            counts = is_plain(value) or is_container(value) or key == "activation_func"
+            if counts and key not in _OF_LOOPS:
+                yield vars(config), key, f"{key} of the model's {type(config).__name__}"

@@ -1,0 +1,205 @@
+"""What people change on Megatron's layers while graphs live: trained eagerly, and reported."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_cg.errors import HookError
+from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.training_plan import CpuModelConfig
+from tests.unit.ranks import on_ranks
+from tests.unit.trainers import evaluate, helper_of, layers_of, microbatch_of, trainer_of
+
+DENSE: dict[str, Any] = {"layers": 2, "graph_modules": ("attn", "mlp"), "bf16": False}
+MOE: dict[str, Any] = {"layers": 2, "experts": 4, "graph_modules": ("attn", "moe_router")}
+STEPS, CAPTURED, CHANGED = 7, 2, 4
+
+
+def halved(old: Callable[..., Any]) -> Callable[..., Any]:
+    def function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output, bias = old(self, *args, **kwargs)
+        return output * 0.5, bias
+
+    return function
+
+
+def scale(layer: Any) -> None:
+    layer.self_attention.core_attention.softmax_scale = 0.1
+
+
+def dropout(layer: Any) -> None:
+    layer.self_attention.core_attention.attention_dropout.p = 0.5
+
+
+def function_of_module(layer: Any) -> None:
+    layer.mlp.activation_func = torch.nn.functional.relu
+
+
+def config(layer: Any) -> None:
+    layer.config.activation_func = torch.nn.functional.relu
+
+
+def method(layer: Any) -> None:
+    layer.mlp.bias_act_func = layer.mlp.forward
+    layer.mlp._load_from_state_dict = lambda *_args: None
+    layer._forward_mlp = lambda *args, _own=layer._forward_mlp, **kwargs: _own(*args, **kwargs) * 2
+
+
+def coefficient(layer: Any) -> None:
+    layer.config.moe_aux_loss_coeff = 1.0
+
+
+def hook(layer: Any) -> None:
+    layer.mlp.register_forward_pre_hook(lambda _module, args: (args[0] * 1.0,))
+
+
+def bias_rate(layer: Any) -> None:
+    layer.config.moe_router_bias_update_rate = 0.1
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[Any], None], int]] = {
+    "scale": (DENSE, scale, STEPS - CHANGED),
+    "dropout": (DENSE | {"dropout": 0.1}, dropout, STEPS - CHANGED),
+    "function": (DENSE, function_of_module, STEPS - CHANGED),
+    "config": (DENSE, config, STEPS - CHANGED),
+    "method": (DENSE, method, STEPS - CHANGED),
+    "coefficient": (MOE, coefficient, STEPS - CHANGED),
+    "hook": (MOE, hook, STEPS - CHANGED),
+    "bias rate": (MOE, bias_rate, 0),
+    "nothing": (DENSE, lambda _layer: None, 0),
+}
+"""The model, what is changed on each layer before a step, and the steps that are not replayed."""
+
+
+def trained(name: str, graphs: bool) -> tuple[list[Any], int]:
+    shape, change, _ = CASES[name]
+    numbers, mismatched = [], 0
+    with trainer_of(CpuModelConfig(**shape), graphs=graphs) as trainer:
+        for step in range(STEPS):
+            if graphs and step == CAPTURED:
+                trainer.capture(TapeBackend())
+            if step == CHANGED:
+                for layer in layers_of(trainer):
+                    change(layer)
+            numbers.append(trainer.step())
+        if graphs:
+            mismatched = trainer.session.counters.mismatched
+    return numbers, mismatched
+
+
+def all_cases() -> dict[str, Any]:
+    return {name: [trained(name, graphs) for graphs in (False, True)] for name in CASES}
+
+
+def test_what_is_changed_on_a_layer_is_trained_eagerly_from_the_next_step_on() -> None:
+    (found,) = on_ranks(all_cases, 1)
+    for name, ((eager, _), (graphed, mismatched)) in found.items():
+        layers, (_, _, steps) = 2, CASES[name]
+        assert graphed == eager, name
+        assert mismatched == steps * layers, name
+
+
+def of_class() -> list[list[Any]]:
+    found = []
+    for graphs in (False, True):
+        with trainer_of(CpuModelConfig(**DENSE), graphs=graphs) as trainer:
+            numbers = [trainer.step()]
+            if graphs:
+                trainer.capture(TapeBackend())
+            numbers.append(trainer.step())
+            with patch.object(MLP, "forward", halved(MLP.forward)):
+                numbers.append(trainer.step())
+            numbers.append(trainer.step())
+            found.append(numbers)
+            assert not graphs or trainer.session.counters.replayed == 2 * 2
+    return found
+
+
+def test_a_method_of_a_class_counts_while_it_is_replaced() -> None:
+    ((eager, graphed),) = on_ranks(of_class, 1)
+    assert eager == graphed and eager[1] != eager[2]
+
+
+def rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+def with_saved() -> list[Any]:
+    found: list[Any] = []
+    for graphs in (False, True):
+        with trainer_of(CpuModelConfig(**DENSE), graphs=graphs) as trainer:
+            numbers = [trainer.step()]
+            if graphs:
+                trainer.capture(TapeBackend())
+            for is_rounded in (False, True, False):
+                hooks = saved_tensors_hooks(rounded, lambda saved: saved)
+                with hooks if is_rounded else nullcontext():
+                    numbers.append(trainer.step())
+            with torch.autograd.graph.save_on_cpu():
+                numbers.append(trainer.step())
+            found.append(numbers)
+            assert not graphs or trainer.session.counters.mismatched == 2
+    return found
+
+
+def test_hooks_that_change_saved_tensors_keep_a_graph_from_replaying() -> None:
+    ((eager, graphed),) = on_ranks(with_saved, 1)
+    assert eager == graphed
+
+
+def after_an_error() -> list[Any]:
+    found: list[Any] = []
+    for graphs in (False, True):
+        with trainer_of(CpuModelConfig(**MOE), graphs=graphs) as trainer:
+            trainer.step()
+            if graphs:
+                trainer.capture(TapeBackend())
+
+            def fail(*_: Any) -> None:
+                raise MemoryError("no more")
+
+            raising = layers_of(trainer)[1].mlp.experts.register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                trainer.step()
+            raising.remove()
+            found.append([evaluate(trainer), trainer.step()])
+    return found
+
+
+def test_an_error_behind_a_router_leaves_nothing_for_the_next_pass() -> None:
+    ((eager, graphed),) = on_ranks(after_an_error, 1)
+    assert eager == graphed
+
+
+@pytest.mark.parametrize("modules", [("attn", "mlp"), ("attn",)])
+def test_a_layer_with_a_forward_of_its_own_is_refused(
+    modules: tuple[str, ...], one_rank: None
+) -> None:
+    shape = CpuModelConfig(layers=2, graph_modules=modules)
+    with microbatch_of(2), trainer_of(shape) as trainer:
+        layer = layers_of(trainer)[1]
+        kind = type(layer)
+        own = type("Own", (kind,), {"forward": kind.forward})
+        layer.__class__ = own
+        with pytest.raises(HookError, match="layer 1: Own defines a forward"):
+            helper_of(trainer, TapeBackend())
+        layer.__class__ = kind
+        helper = helper_of(trainer, TapeBackend())
+        layer.forward = lambda *a, _own=layer.forward, **k: _own(*a, **k)
+        with pytest.raises(HookError, match="layer 1: somebody has replaced forward"):
+            helper.capture()
+        helper.close()
+
+
+def test_a_moe_layer_with_a_forward_of_its_own_is_refused(one_rank: None) -> None:
+    with microbatch_of(2), trainer_of(CpuModelConfig(**MOE)) as trainer:
+        mlp = layers_of(trainer)[0].mlp
+        mlp.forward = lambda *a, _own=mlp.forward, **k: _own(*a, **k)
+        with pytest.raises(HookError, match="replaced forward of a MoELayer"):
+            helper_of(trainer, TapeBackend())
