@@ -24,11 +24,6 @@ Note [One address a bucket]
 Note [Twice a pass]
     A layer's parameters are unsharded once for its forward pass and again for its backward pass,
     and their addresses can change each time. Capture records both, right after FSDP's own hooks.
-
-Note [Switches of torch]
-    Operations read them when they choose kernels; a graph holds those of capture. Most are compared
-    as a step begins, since reading takes a microsecond each. Those of SDPA are set around passes
-    too (``sdpa_kernel``): units that call it have a row for them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -67,16 +62,6 @@ RELIES_ON = tuple(
     Symbol(f"torch.nn.modules.module:{name}", "hooks on every module") for name in GLOBAL_HOOKS
 )
 
-SDPA = [f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn", "fa3")]
-_OTHERS = [
-    *(f"cublas_allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")),
-    *(f"cudnn_{name}" for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
-    *("cublas_allow_tf32", "cublas_allow_fp16_accumulation", "float32_matmul_precision"),
-    *("sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction", "mkldnn_enabled"),
-    *("blas_preferred_backend", "linalg_preferred_backend"),
-    *(f"fp32_precision_getter cuda {operation}" for operation in ("matmul", "conv", "rnn")),
-    *(f"fp32_precision_getter mkldnn {operation}" for operation in ("matmul", "conv")),
-]
 _RAW = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Where TE 2.20.2 keeps the memory of a quantized tensor; its own address has no meaning."""
 _FIELDS = ("shape", "dtype", "stride", "device", "requires_grad")
@@ -90,7 +75,7 @@ _REPLACED = (
     "It was replaced after capture, and the graph still uses the old one. Replace it before "
     "training begins, or delete the graphs and capture again."
 )
-_CAUSES = {
+CAUSES = {
     "structure": "A graph takes the tensors of capture, and would silently ignore another input.",
     "shape": "The sequence length or micro batch is another than at capture.",
     "dtype": "The precision of this input has changed.",
@@ -392,46 +377,6 @@ class Hooks:
         return None
 
 
-class Switches:
-    """Those of these names that this release of torch has, as a row; see the note above."""
-
-    def __init__(self, names: Sequence[str] = _OTHERS) -> None:
-        found = ((one, getattr(torch._C, f"_get_{one.split()[0]}", None)) for one in names)
-        self._read = {
-            n: partial(_told, read, *n.split()[1:]) if "32" in n else read
-            for n, read in found
-            if read
-        }
-        self._seen: dict[str, str] = {}
-        self._first: str | None = None
-
-    def get(self, _key: str = "") -> str:
-        """Their values in words: one object for each choice, as a row wants it."""
-        now = str([read() for read in self._read.values()])
-        text = self._seen.get(now)
-        if text is None:
-            values = (read() for read in self._read.values())
-            text = self._seen[now] = "; ".join(map("{}={}".format, self._read, values))
-        return text
-
-    def broken(self) -> Mismatch | None:
-        now = self.get()
-        self._first = self._first or now
-        if now == self._first:
-            return None
-        before, after = self._first.split("; "), now.split("; ")
-        changed = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
-        return _mismatch("switches", "a switch of torch", *changed)
-
-
-def _told(read: Callable[..., Any], *operation: str) -> Any:
-    """Its value. torch tells none by its old name that ``fp32_precision`` has set."""
-    try:
-        return read(*operation)
-    except RuntimeError:
-        return "fp32_precision"
-
-
 class Guard:
     """The table of one graph.
 
@@ -570,7 +515,7 @@ def autocast_of(device_type: str) -> torch.dtype | None:
 
 
 def _mismatch(clause: str, subject: str, expected: str, actual: str) -> Mismatch:
-    return Mismatch(clause, subject, expected, actual, _CAUSES.get(clause, _REPLACED))
+    return Mismatch(clause, subject, expected, actual, CAUSES.get(clause, _REPLACED))
 
 
 def _hooked(name: str, hook: Callable[..., Any]) -> Mismatch:

@@ -33,8 +33,8 @@ from megatron_cg.errors import (
     current_voice,
     ranged,
 )
-from megatron_cg.replay.guard import Mismatch, Switches
-from megatron_cg.replay.settings import Settings
+from megatron_cg.replay.guard import Mismatch
+from megatron_cg.replay.settings import Settings, Switches
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import different
 

@@ -1,29 +1,45 @@
-"""What people set on Megatron's and TE's modules while graphs live, compared as a step begins.
+"""What is compared once, as a step begins: switches of torch, and settings of modules.
 
-Code of these packages reads numbers, names and functions of its modules, of their classes and of
+Code of Megatron and TE reads numbers, names and functions of its modules, of their classes and of
 the model's config, and a replay runs no code. Rows of the guard would take longer than the replay.
 So all are compared once a step, for all units together. Code of other packages is observed instead,
 and has rows.
 
+Note [Switches of torch]
+    Operations read them when they choose kernels; a graph holds those of capture. Most are compared
+    as a step begins, since reading takes a microsecond each. Those of SDPA are set around passes
+    too (``sdpa_kernel``): units that call it have a row for them.
+
 Note [What counts]
     Of a module its numbers of type float, strings and functions, and new attributes that take the
-    place of a method. Integers and switches are left out, since modules count passes with them. Of
-    a config everything plain, and of a class its functions.
+    place of a method. Integers and booleans are left out, since modules count passes with them. Of
+    a config everything plain that layers may read, and of a class its functions.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from operator import call, is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatron_cg.replay.guard import Mismatch, described
+from megatron_cg.replay.guard import CAUSES, Mismatch, described
 from megatron_cg.replay.plain import KNOWN, Contents, is_container, is_known, is_plain, same_value
 from megatron_cg.replay.unit import Unit
 
+SDPA = [f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn", "fa3")]
+_OTHERS = [
+    *(f"cublas_allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")),
+    *(f"cudnn_{name}" for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
+    *("cublas_allow_tf32", "cublas_allow_fp16_accumulation", "float32_matmul_precision"),
+    *("sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction", "mkldnn_enabled"),
+    *("blas_preferred_backend", "linalg_preferred_backend"),
+    *(f"fp32_precision_getter cuda {operation}" for operation in ("matmul", "conv", "rnn")),
+    *(f"fp32_precision_getter mkldnn {operation}" for operation in ("matmul", "conv")),
+]
 _PACKAGES = KNOWN | {"torch"}
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod)
 _OF_MODULES = (float, str, *_FUNCTIONS)
@@ -33,6 +49,46 @@ _CAUSE = (
     "Code of the layer reads it, and a replay runs no code. Set it before the capture, or delete "
     "the graphs and capture again."
 )
+
+
+class Switches:
+    """Those of these names that this torch has, as a row; see Note [Switches of torch]."""
+
+    def __init__(self, names: Sequence[str] = _OTHERS) -> None:
+        found = ((one, getattr(torch._C, f"_get_{one.split()[0]}", None)) for one in names)
+        self._read = {
+            n: partial(_told, read, *n.split()[1:]) if "32" in n else read
+            for n, read in found
+            if read
+        }
+        self._seen: dict[str, str] = {}
+        self._first: str | None = None
+
+    def get(self, _key: str = "") -> str:
+        """Their values in words: one object for each choice, as a row wants it."""
+        now = str([read() for read in self._read.values()])
+        text = self._seen.get(now)
+        if text is None:
+            values = (read() for read in self._read.values())
+            text = self._seen[now] = "; ".join(map("{}={}".format, self._read, values))
+        return text
+
+    def broken(self) -> Mismatch | None:
+        now = self.get()
+        self._first = self._first or now
+        if now == self._first:
+            return None
+        before, after = self._first.split("; "), now.split("; ")
+        changed = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
+        return Mismatch("switches", "a switch of torch", *changed, CAUSES["switches"])
+
+
+def _told(read: Callable[..., Any], *operation: str) -> Any:
+    """Its value. torch tells none by its old name that ``fp32_precision`` has set."""
+    try:
+        return read(*operation)
+    except RuntimeError:
+        return "fp32_precision"
 
 
 class Settings:

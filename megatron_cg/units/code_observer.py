@@ -39,8 +39,9 @@ from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.borders import in_backward_pass, local, ranks_of_meshes
-from megatron_cg.replay.guard import GLOBAL_HOOKS, SDPA, Addresses, Entry, KeySet, Switches, Watched
+from megatron_cg.replay.guard import GLOBAL_HOOKS, Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_deep, is_known, package_of
+from megatron_cg.replay.settings import SDPA, Switches
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.call import attributes_of
