@@ -428,12 +428,16 @@ class GuardedGraph:
         # For reset, and for backward_dw, of which Megatron asks with hasattr whether it is there.
         return getattr(self.graph, name)
 
+    def waits(self) -> Mismatch | None:
+        """What says that the backward of an earlier replay is still to come; None if none is."""
+        return self.in_flight.broken(self._index)
+
     def out_of_order(self) -> Mismatch | None:
         """What waits for its backward, or is still in use, and forbids a replay now; or None.
 
         See Note [Outputs that outlive their pass].
         """
-        mismatch = self.in_flight.broken(self._index)
+        mismatch = self.waits()
         if mismatch is None and self.in_flight.is_kept(self._index):
             self._gives_copies = True
             return Mismatch(

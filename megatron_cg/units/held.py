@@ -186,11 +186,14 @@ def _data(kind: type) -> Iterator[str]:
 def is_object(value: Any) -> bool:
     """Whether it is an object of a class that users write, or of one like theirs."""
     others = (torch.Tensor, type, ModuleType, FunctionType, MethodType, partial)
-    if is_plain(value) or isinstance(value, others) or is_known(value):
-        return False
-    if not isinstance(value, _OPEN) and is_known(value, RECORDS):
-        return False
     kinds = type(value).__mro__
+    if is_plain(value) or isinstance(value, others):
+        return False
+    # Users read and schedule the fields of Megatron's configs.
+    is_config = "ModelParallelConfig" in [kind.__name__ for kind in kinds]
+    is_closed = is_known(value) or (not isinstance(value, _OPEN) and is_known(value, RECORDS))
+    if is_closed and not is_config:
+        return False
     return isinstance(getattr(value, "__dict__", None), dict) or any(
         "__slots__" in vars(kind) for kind in kinds if not is_known(kind, LIBRARIES)
     )

@@ -34,6 +34,7 @@ from megatron_cg.extensions import experts_of, recompute_in_layers
 from megatron_cg.fsdp.sharding import drop_gradients, let_gradients_go, of_megatron
 from megatron_cg.integrations.call_arguments import ENABLE, CallVoice, by_argument, require_same
 from megatron_cg.integrations.megatron.megatron_unit import (
+    SCALE,
     LayerScopes,
     ObservedInputs,
     require_forward_of_megatron,
@@ -51,8 +52,7 @@ from megatron_cg.upstream.symbols import Symbol, changed
 _GRAPHS = "megatron.core.transformer.cuda_graphs"
 _HELPER = f"{_GRAPHS}:TECudaGraphHelper"
 _TRANSFORMER = "megatron.core.transformer"
-_SCALE, _SET_SCALE = "main_loss_backward_scale", "set_loss_scale"
-"""Members of every autograd function of megatron-core that scales a loss of its own."""
+_SET_SCALE = "set_loss_scale"
 RELIES_ON = (
     Symbol(
         f"{_TRANSFORMER}.transformer_config:TransformerConfig",
@@ -68,11 +68,6 @@ RELIES_ON = (
     Symbol(
         f"{_TRANSFORMER}.module:GraphableMegatronModule.get_layer_static_inputs",
         "what makes hidden states for captures",
-    ),
-    Symbol(
-        f"{_TRANSFORMER}.moe.moe_utils:MoEAuxLossAutoScaler",
-        "what scales the auxiliary loss of routers",
-        attributes=(_SCALE, _SET_SCALE),
     ),
 )
 _TABLE = "rotary_pos_emb"
@@ -356,7 +351,7 @@ def _make_loss_scales() -> None:
     no dimension, and a schedule could not copy into it.
     """
     for scaler in torch.autograd.Function.__subclasses__():
-        if getattr(scaler, _SCALE, False) is None and hasattr(scaler, _SET_SCALE):
+        if getattr(scaler, SCALE, False) is None and hasattr(scaler, _SET_SCALE):
             getattr(scaler, _SET_SCALE)(torch.ones(1, device=torch.cuda.current_device()))
 
 

@@ -172,10 +172,17 @@ _ATTENTION = Symbol(
 _OF_TE = "megatron.core.extensions.transformer_engine"
 """The module of Megatron's class around Transformer Engine's attention."""
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
+SCALE = "main_loss_backward_scale"
+"""Of every autograd function of megatron-core that scales a loss of its own; graphs read it."""
+_SCALER = Symbol(
+    "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
+    "what scales the auxiliary loss of routers",
+    attributes=(SCALE, "set_loss_scale"),
+)
 _METRICS = "megatron.core.transformer.moe.moe_logging"
 _TRACKER = "_MOE_METRICS_TRACKER"
 RELIES_ON = (
-    *(_SAMPLES, _REPLAY_ARGS, _ATTENTION),
+    *(_SAMPLES, _REPLAY_ARGS, _ATTENTION, _SCALER),
     Symbol(
         "megatron.core.transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"
     ),
@@ -298,10 +305,12 @@ class MegatronUnit(Unit):
 
     def entries(self) -> list[Entry]:
         tracker: Any = getattr(sys.modules.get(_METRICS), _TRACKER, None)
+        scaler = _SCALER.find()  # Of others, such as MTP's, each step sets the scale anew.
+        rows = [Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}")]
         if tracker is None:  # No router has recorded anything.
             return []
         what = "Megatron's MoE metrics tracker"
-        rows = [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
+        rows += [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
         for name, entry in tracker.metrics.items():
             what = f"the tensor of the MoE metric {name}"
             rows.append(Entry(vars(entry), "values", "metrics", what))
@@ -331,6 +340,8 @@ class MegatronUnit(Unit):
             if is_running_region():  # the captured region is the layer's whole forward
                 return None
             notes.update(noted)
+            if (waits := target.cuda_graphs[0].waits()) is not None:
+                return waits  # type: ignore[no-any-return]
             if self._packs is not None and kwargs.get(PACK) is not None:
                 split = self._packs.split(kwargs)
                 if isinstance(split, Mismatch):

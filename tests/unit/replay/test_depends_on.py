@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional
@@ -120,6 +121,7 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
     schedule, scaler = LambdaLR(optimizer, lambda _: 1.0), GradScaler("cpu")
     config, log = ConfigParser(), logging.Logger("log", logging.INFO)
     config["all"] = {"level": "1.0"}
+    of_megatron = ModelParallelConfig()
 
     def set_number() -> None:
         nonlocal number
@@ -153,7 +155,10 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
     read += [lambda: context.get() * 1, lambda: MEGATRON.get_args().level]
     read += [lambda: 1.0 + schedule.last_epoch, lambda: optimizer.param_groups[0]["lr"]]
     read += [lambda: config.getfloat("all", "level"), scaler.get_growth_factor]
-    read.append(lambda: 2.0 - log.isEnabledFor(logging.DEBUG))
+    read += [
+        lambda: 2.0 - log.isEnabledFor(logging.DEBUG),
+        lambda: of_megatron.expert_model_parallel_size,
+    ]
     return (
         Turned.apply,
         read,
@@ -176,6 +181,9 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
             "param_groups": lambda: optimizer.param_groups[0].update(lr=0.5),
             "variable config": lambda: config.set("all", "level", "0.5"),
             "_growth_factor": lambda: scaler.set_growth_factor(0.5),
+            "expert_model_parallel_size": lambda: vars(of_megatron).update(
+                expert_model_parallel_size=2
+            ),
             "the level of variable log": lambda: log.setLevel(logging.DEBUG),
             "defaults": lambda: setattr(of_itself, "__defaults__", (0.5,)),
         },

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_cg.errors import HookError
@@ -63,6 +64,14 @@ def bias_rate(layer: Any) -> None:
     layer.config.moe_router_bias_update_rate = 0.1
 
 
+def loss_scale(_layer: Any) -> None:
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.full((1,), 3.0)
+
+
+def compiled(layer: Any) -> None:
+    layer.mlp.compile(backend="eager")
+
+
 CASES: dict[str, tuple[dict[str, Any], Callable[[Any], None], int]] = {
     "scale": (DENSE, scale, STEPS - CHANGED),
     "dropout": (DENSE | {"dropout": 0.1}, dropout, STEPS - CHANGED),
@@ -71,6 +80,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], None], int]] = {
     "method": (DENSE, method, STEPS - CHANGED),
     "coefficient": (MOE, coefficient, STEPS - CHANGED),
     "hook": (MOE, hook, STEPS - CHANGED),
+    "loss scale": (MOE, loss_scale, STEPS - CHANGED),
+    "compiled": (DENSE, compiled, STEPS - CHANGED),
     "bias rate": (MOE, bias_rate, 0),
     "nothing": (DENSE, lambda _layer: None, 0),
 }
@@ -80,6 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], None], int]] = {
 def trained(name: str, graphs: bool) -> tuple[list[Any], int]:
     shape, change, _ = CASES[name]
     numbers, mismatched = [], 0
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
     with trainer_of(CpuModelConfig(**shape), graphs=graphs) as trainer:
         for step in range(STEPS):
             if graphs and step == CAPTURED:
