@@ -186,8 +186,6 @@ def _detached(value: Any, *, copies: bool) -> Any:
         copy = made.clone()
         made = copy if copy.stride() == made.stride() else made
     made.requires_grad_(value.requires_grad)
-    if type(value) is nn.Parameter:
-        made = nn.Parameter(made, value.requires_grad)
     vars(made).update({} if isinstance(value, nn.Parameter) else vars(value))
     return made
 

@@ -221,7 +221,7 @@ class _AliasOf(Mark):
         """Where it is given first."""
 
 
-_TENSOR, _PARAMETER = Input("a tensor"), Input("a parameter", nn.Parameter)
+_TENSOR = Input("a tensor")
 _CONTAINERS = (tuple, list, dict, Parts)
 
 
@@ -381,7 +381,7 @@ def _mark_of(value: Any, name: str) -> Any:
     if not is_plain_tensor(value) and not is_awaited(value):
         return value
     if is_awaited(value) or not (dims := _expanded_dims(value)):
-        return _PARAMETER if type(value) is nn.Parameter else _TENSOR
+        return _TENSOR
     return value if value.requires_grad else _Expanded(value, dims)
 
 
@@ -401,7 +401,9 @@ def _in_words(value: Any) -> str:
         return repr(Layout(value, ""))
     if not is_plain_tensor(value):
         own = "a subclass of torch.Tensor whose methods no graph runs"
-        if type(value) is torch.Tensor:
+        if type(value) is nn.Parameter:
+            own = "and code may ask for that: pass a view (w.view_as(w))"
+        elif type(value) is torch.Tensor:
             own = f"with Python attributes that no graph passes on ({', '.join(vars(value))})"
         return f"a {type(value).__name__}, {own}"
     if value.requires_grad and _expanded_dims(value):

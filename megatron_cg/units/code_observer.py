@@ -270,12 +270,6 @@ class CodeObserver:
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())
-        for name, sample in self._samples.items():  # A parameter's; other tensors have none.
-            for read in state.own_names.intersection(vars(sample)):
-                raise self._error(
-                    f"reads {read} of its argument {name}, a parameter",
-                    "A replay runs no Python. Pass the value as an argument of its own.",
-                )
         graphed, last = self._unit.graphed, [tuple[type, ...]()]
 
         def classes(_key: str) -> tuple[type, ...]:  # One object as long as they are the same.

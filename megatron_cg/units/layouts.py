@@ -31,7 +31,6 @@ from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
-from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -316,8 +315,6 @@ def awaited(tensor: torch.Tensor, spec: Any = None) -> torch.Tensor:
 
 def is_plain_tensor(value: Any) -> bool:
     """Whether a tensor is its values in memory and no more: no subclass, no Python attributes."""
-    if type(value) is nn.Parameter:
-        return is_dense(value)
     return type(value) is torch.Tensor and not vars(value) and is_dense(value)
 
 
@@ -332,15 +329,11 @@ class Mark:
 
 
 class Input(Mark):
-    """A tensor that a graph gets or returns, of this class, as code may ask."""
-
-    def __init__(self, text: str, kind: type = torch.Tensor) -> None:
-        super().__init__(text)
-        self._kind = kind
+    """A tensor that a graph gets or returns."""
 
     def is_like(self, value: Any) -> bool:
         """Whether the graph can take ``value`` there."""
-        return (type(value) is self._kind and is_plain_tensor(value)) or is_awaited(value)
+        return is_plain_tensor(value) or is_awaited(value)
 
     def to_graph(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the graph gets of the caller's tensor."""

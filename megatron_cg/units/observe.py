@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import local
-from megatron_cg.replay.plain import is_plain
 from megatron_cg.units.call import CallSpec, attributes_of, is_trained, recompute_around
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, ReadOnly
@@ -240,17 +239,8 @@ def _maker(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     shape, stride, device = tensor.shape, tensor.stride(), tensor.device
     empty = partial(torch.empty_strided, shape, stride, dtype=tensor.dtype, device=device)
     kept = None if tensor.is_floating_point() else empty().copy_(tensor)
-    kind, needs_gradient = type(tensor), tensor.requires_grad
-    plain = {name: value for name, value in vars(tensor).items() if is_plain(value)}
-
-    def make() -> torch.Tensor:
-        made = empty().zero_().requires_grad_(needs_gradient) if kept is None else kept
-        if kind is nn.Parameter:
-            made = nn.Parameter(made, needs_gradient)
-            vars(made).update(plain)
-        return made
-
-    return make
+    needs_gradient = tensor.requires_grad
+    return lambda: empty().zero_().requires_grad_(needs_gradient) if kept is None else kept
 
 
 def _has_node(value: torch.Tensor) -> bool:

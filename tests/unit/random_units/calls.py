@@ -110,7 +110,9 @@ ARGUMENTS = {
     ),
     "same table": do(lambda u, y, v: y * v, lambda run, x: run.table),
     "leaf": do(lambda u, y, v: y * v, lambda run, x: run.leaf),
-    "weight as argument": do(lambda u, y, v: F.linear(y, v), lambda run, x: run.net.head.weight),
+    "weight as argument": do(
+        lambda u, y, v: F.linear(y, v), lambda run, x: (w := run.net.head.weight).view_as(w)
+    ),
     "dtype and shape": do(
         lambda u, y, v: y.to(v[0]).view(v[1]), lambda run, x: (torch.float32, x.shape)
     ),

@@ -342,29 +342,25 @@ class Tied(Unit):
     """Takes a parameter from outside."""
 
     def forward(self, x: torch.Tensor, weight: Any) -> Any:  # type: ignore[override]
-        return super().forward(x) @ weight * (0.5 + isinstance(weight, nn.Parameter))
-
-
-class Asking(Unit):
-    def forward(self, x: torch.Tensor, weight: Any) -> Any:  # type: ignore[override]
-        return super().forward(x) @ weight * getattr(weight, "gain", 1.0)
+        return super().forward(x) @ weight
 
 
 class Outside(nn.Module):
-    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers, self.tied = units(kind), nn.Parameter(torch.eye(plain.WIDTH))
-        vars(self.tied)["gain"] = 2.0
+        self.layers, self.tied = units(Tied), nn.Parameter(torch.eye(plain.WIDTH))
 
 
-def tied(run: Training, x: torch.Tensor) -> torch.Tensor:
+def tied(run: Training, x: torch.Tensor, *, by_view: bool) -> torch.Tensor:
+    weight = run.model.tied
     for layer in run.model.layers:
-        x = layer(x, run.model.tied)
+        x = layer(x, weight.view_as(weight) if by_view else weight)
     return backward(x.square().mean())
 
 
-def test_a_parameter_that_is_given_stays_one_and_its_attributes_are_not_read() -> None:
+def test_a_parameter_that_is_given_is_refused_and_a_view_of_it_is_not() -> None:
     counts = {"replayed": plain.REPLAYED, "mismatched": 0}
-    assert_as_eager(counts, partial(Outside, Tied), tied, units="layers.*")
-    words = "reads gain of its argument weight, a parameter"
-    plain.refused(CaptureError, words, partial(Outside, Asking), tied, units="layers.*")
+    assert_as_eager(counts, Outside, partial(tied, by_view=True), units="layers.*")
+    words = r"argument weight is a Parameter, .*pass a view"
+    given = partial(tied, by_view=False)
+    plain.refused(ConfigurationError, words, Outside, given, units="layers.*")
