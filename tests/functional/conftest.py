@@ -16,7 +16,6 @@ import torch
 from filelock import FileLock
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.presets import load_preset
 from megatron_cg.tools.align.run import (
     END_OF_DOCUMENT,
@@ -29,6 +28,7 @@ from megatron_cg.tools.align.run import (
     python_text,
     run_and_compare,
 )
+from megatron_cg.tools.record.compare import Outcome
 from tests.functional.cases import DEVICE_COUNTS, PACKS, Case
 from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.functional.tampered import MUTATION, SCENARIO

@@ -1,6 +1,6 @@
 """What a run with graphs must come to beside the eager one."""
 
-from megatron_cg.tools.align.compare import Outcome, Run
+from megatron_cg.tools.record.compare import Outcome, Run
 
 
 def assert_failed(outcome: Outcome, *words: str) -> None:

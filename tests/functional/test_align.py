@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_cg.tools.align.compare import Outcome
+from megatron_cg.tools.record.compare import Outcome
 from tests.functional.cases import (
     CASES,
     FEATURES,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_cg.tools.align.compare import Outcome
+from megatron_cg.tools.record.compare import Outcome
 from tests.functional.cases import DROPOUT, LIFE, Case, batch
 from tests.functional.outcomes import assert_trained_alike
 from tests.functional.tampering import captures

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.run import OVERDUE
+from megatron_cg.tools.record.compare import Outcome
 from tests.functional.cases import (
     EP2,
     EXPERTS,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align.compare import Outcome
 from megatron_cg.tools.align.run import OVERDUE
+from megatron_cg.tools.record.compare import Outcome
 from tests.functional.cases import LIFE, resumed
 from tests.functional.outcomes import assert_failed, assert_identical, assert_trained_alike
 

@@ -12,7 +12,7 @@ from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.telemetry import follow_log, recording
-from megatron_cg.tools.record.read_record import read_run
+from megatron_cg.tools.record.compare import read_run
 from megatron_cg.tools.record.record import Recorder
 from tests.unit.trainers import trainer_of
 

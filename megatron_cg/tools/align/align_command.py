@@ -13,10 +13,9 @@ from pathlib import Path
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.compare import EXIT_CODES, Comparison, Outcome, compare
 from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.tools.launch_line import read_flags
-from megatron_cg.tools.record.read_record import read_run
+from megatron_cg.tools.record.compare import EXIT_CODES, Comparison, Outcome, compare, read_run
 
 _SHOWN_SHARDS = 5
 _NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"

@@ -17,8 +17,14 @@ from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rules import ANY_RUN
 from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
 from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
-from megatron_cg.tools.align.compare import FAILED, Comparison, Outcome, compare
-from megatron_cg.tools.record.read_record import RecordError, read_run
+from megatron_cg.tools.record.compare import (
+    FAILED,
+    Comparison,
+    Outcome,
+    RecordError,
+    compare,
+    read_run,
+)
 from megatron_cg.upstream.symbols import Symbol
 
 _BUILDER = Symbol(

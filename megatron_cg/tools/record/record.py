@@ -1,6 +1,6 @@
 """Records what a run trained, bit for bit: losses, gradient norms and parameter shards.
 
-There are also step times, counters and captures. ``read_record.py`` has the format.
+There are also step times, counters and captures. ``compare.py`` has the format.
 
 Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
 call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
@@ -37,7 +37,7 @@ from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.fsdp.roles import fsdp_class
 from megatron_cg.fsdp.sharding import find_megatron_fsdp
 from megatron_cg.telemetry import recording
-from megatron_cg.tools.record.read_record import FORMAT
+from megatron_cg.tools.record.compare import FORMAT
 from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__

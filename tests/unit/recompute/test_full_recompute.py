@@ -26,9 +26,8 @@ from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.train import Trainer, build, transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
-from megatron_cg.tools.align.compare import compare
 from megatron_cg.tools.align.tape_run import train
-from megatron_cg.tools.record.read_record import read_run
+from megatron_cg.tools.record.compare import compare, read_run
 from megatron_cg.upstream.megatron import capturing_flag, is_capturing
 from tests.functional.loops import GROUPS, RECOMPUTE, Run
 from tests.functional.own_loop import make_config, make_model

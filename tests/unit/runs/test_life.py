@@ -26,8 +26,7 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.tools.align.compare import Comparison, Run, compare
-from megatron_cg.tools.record.read_record import read_run
+from megatron_cg.tools.record.compare import Comparison, Run, compare, read_run
 from megatron_cg.tools.record.record import Recorder, parameter_digests
 from megatron_cg.upstream.patch import undone_after
 from tests.functional.loops import HAS_V2, WITHOUT_V2

@@ -19,8 +19,7 @@ import torch.distributed.distributed_c10d as c10d
 from megatron_cg.tape import launch
 from megatron_cg.tape.launch import run_processes
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
-from megatron_cg.tools.align.compare import compare
-from megatron_cg.tools.record.read_record import read_run
+from megatron_cg.tools.record.compare import compare, read_run
 from tests.unit.interpreted import python
 
 

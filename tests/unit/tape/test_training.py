@@ -19,7 +19,7 @@ from megatron_cg.tape.fakes import cpu_fakes
 from megatron_cg.tape.launch import run_processes
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
-from megatron_cg.tools.record.read_record import read_run
+from megatron_cg.tools.record.compare import read_run
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_cg.replay.mismatch_policy import Counters
-from megatron_cg.tools.record.read_record import FORMAT
+from megatron_cg.tools.record.compare import FORMAT
 
 MIB = 2**20
 CAPTURED, LAYERS = 5, 24

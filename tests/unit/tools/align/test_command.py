@@ -9,7 +9,14 @@ import numpy
 import pytest
 
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Comparison, Outcome, Value
+from megatron_cg.tools.record.compare import (
+    DIFFERENT,
+    FAILED,
+    IDENTICAL,
+    Comparison,
+    Outcome,
+    Value,
+)
 from tests.unit.interpreted import python
 from tests.unit.tools.conftest import Cli
 from tests.unit.tools.records import make_record, write

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.align.compare import (
+from megatron_cg.tools.record.compare import (
     DIFFERENT,
     FAILED,
     IDENTICAL,

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
-from megatron_cg.tools.align.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
 from megatron_cg.tools.align.run import OVERDUE, Run, check_start, named_error, run_and_compare
+from megatron_cg.tools.record.compare import DIFFERENT, FAILED, IDENTICAL, Outcome
 from tests.unit.ranks import ends
 from tests.unit.tools.records import make_record
 

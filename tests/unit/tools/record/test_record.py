@@ -15,7 +15,7 @@ import torch
 import megatron_cg
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.telemetry import note
-from megatron_cg.tools.record.read_record import RecordError, read_run
+from megatron_cg.tools.record.compare import RecordError, read_run
 from megatron_cg.tools.record.record import Recorder, digest, install_recorder, parameter_digests
 from tests.unit.ranks import on_ranks
 
