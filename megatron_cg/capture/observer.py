@@ -114,7 +114,7 @@ class PassObserver:
         ]
         self.code: CodeObserver | None = None
         """Observes the code of modules whose classes are not known, if there are any."""
-        known = KNOWN if unit.sets_attributes else KNOWN | {"torch"}
+        known = KNOWN if unit.is_plain_module else KNOWN | {"torch"}
         if any(not is_known(module, known) for module in unit.graphed):
             self.code = observe_code(unit, self._samples, self.addresses)
 

@@ -322,13 +322,13 @@ class _Root:
 class StepState:
     """The state of ``model``, its modules, and of megatron-core, as it is when it was last saved.
 
-    Attributes in graphs of ``units``, if replays do not set them, are restored and not compared;
+    Attributes in graphs of Megatron's layers are restored and not compared, as replays set none;
     nor are random states of a device where units do not leave them as eager passes do.
     """
 
     def __init__(self, model: Iterable[nn.Module] = (), units: Sequence[Unit] = ()) -> None:
         self._model = tuple(model)
-        self._graphed = {m for unit in units if not unit.sets_attributes for m in unit.graphed}
+        self._graphed = {m for unit in units if not unit.is_plain_module for m in unit.graphed}
         self._written = [parameter for unit in units for parameter in unit.written]
         self._draws = all(unit.draws_as_eager for unit in units)
         self._roots, self._spaces, self._children = list[_Root](), list[Any](), list[_Holder]()

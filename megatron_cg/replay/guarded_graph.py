@@ -246,14 +246,11 @@ def _waits(replay: _Pending) -> Mismatch:
 
 
 def replay_instead(
-    layer: Any,
-    prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared],
-    run_eagerly: Callable[..., Any] = lambda run, *call, **named: run(*call, **named),
+    layer: Any, prepare: Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
 ) -> Callable[[], None]:
     """Replace the forward of ``layer``, whose ``cuda_graphs`` are set; returns the undo.
 
-    ``prepare`` takes the arguments of a call in training. ``run_eagerly`` takes
-    :meth:`GuardedGraph.run_eagerly` and what that takes.
+    ``prepare`` takes the arguments of a call in training.
     """
     eager = forward_of(layer)
     graph: GuardedGraph = layer.cuda_graphs[0]
@@ -280,7 +277,7 @@ def replay_instead(
                     return made
                 why = made
         graph.begin_eagerly(why)
-        return run_eagerly(graph.run_eagerly, eager, *args, **kwargs)
+        return graph.run_eagerly(eager, *args, **kwargs)
 
     return replace_function(layer, "forward", forward)
 

@@ -21,9 +21,8 @@ class Unit:
     ``inputs`` are names of the positional inputs, for messages.
     """
 
-    sets_attributes = False
-    """Whether :meth:`run` returns the tensors too that modules get as attributes in a pass, so that
-    a replay can set them."""
+    is_plain_module = False
+    """Whether it is any module: torch's code in it is observed too, and it sets no attribute."""
     any_stride_of_one = False
     """Whether no kernel is chosen by the stride of an input's dimension of size 1, as convolutions
     choose a layout."""

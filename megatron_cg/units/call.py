@@ -78,8 +78,6 @@ _FILLED = Violation(
     "with separate_inputs=True it is given another one, so the caller would not see that",
     "return the tensors, or take the unit out of units",
 )
-Place = tuple[nn.Module, str]
-"""An attribute of a module."""
 _DEPTH = 8
 """How deep functions and tuples inside of a ``mask_mod`` are opened."""
 
@@ -423,19 +421,6 @@ def _mismatch(name: str, expected: Any, actual: Any) -> Mismatch:
         repr(actual) if isinstance(actual, Mark) else _in_words(actual),
         _MASK if flips else _CONSTANT,
     )
-
-
-def attributes_of(
-    modules: Iterable[nn.Module], before: Mapping[Place, torch.Tensor] | None = None
-) -> dict[Place, torch.Tensor]:
-    """The tensors that modules have as attributes, and had not ``before``."""
-    known = before or {}
-    return {
-        (module, name): value
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and known.get((module, name)) is not value
-    }
 
 
 def is_transformed() -> bool:

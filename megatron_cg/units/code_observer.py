@@ -44,7 +44,6 @@ from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_deep, is_known, packag
 from megatron_cg.replay.settings import SDPA, Switches
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
-from megatron_cg.units.call import attributes_of
 from megatron_cg.units.held import functions_in, leaves_held
 from megatron_cg.units.python_state import Change, PythonState
 from megatron_cg.units.sums import RUN_BACKWARD
@@ -384,30 +383,19 @@ class CodeObserver:
                 "A replay runs no Python, so it would stay as it was at capture. Count outside of "
                 "the unit, or write into a tensor that it keeps, such as self.norm.copy_(...).",
             )
-        owners = {id(vars(module)) for module in self._unit.graphed}
         for change in self._changes:
-            if not isinstance(change.after, torch.Tensor) or id(change.holder) not in owners:
-                raise self._error(
-                    f"changes {change.what} in its forward pass",
-                    "A replay runs no Python, so it would stay as it was at capture. Return the "
-                    "value, set a tensor as an attribute of the module, or count outside of the "
-                    "unit.",
-                )
-            if not self._unit.sets_attributes:
-                raise self._error(
-                    f"sets {change.what} in its forward pass",
-                    "A replay would not set it. Return the value, or write into a buffer.",
-                )
+            raise self._error(
+                f"changes {change.what} in its forward pass",
+                "A replay runs no Python, so it would stay as it was at capture. Return the value, "
+                "write a tensor into a buffer, or count outside of the unit.",
+            )
 
     def _refuse_leftovers(self) -> None:
-        kept = {*map(key_of, attributes_of(self._unit.graphed).values())}
-        left = [memory for memory in self._operations.left() if memory._cdata not in kept]
-        held = holder_of(left)
+        held = holder_of(self._operations.left())
         if held is not None:
             raise self._error(
                 f"keeps a tensor of its forward pass in {held}",
-                "A replay would not put its own there. Return it, or set it as an attribute of "
-                "the module.",
+                "A replay would not put its own there. Return it.",
             )
 
     def _refuse_global_hooks(self) -> None:

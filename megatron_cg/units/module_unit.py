@@ -1,12 +1,10 @@
 """A plain module as a unit: a replay runs instead of its whole forward.
 
-A graph returns tensors and nothing else. A unit may return them in containers, beside constants,
-and set tensors as attributes of its modules, as MoE layers hand over their auxiliary loss: these
-become outputs of the graph too, and each replay sets them again.
+A graph returns tensors and nothing else. A unit may return them in containers, beside constants.
 
 Note [The same tensor]
-    A unit may return its own argument, or one tensor twice, or set what it returns as an attribute.
-    Each replay then gives one tensor too, of an argument the caller's own.
+    A unit may return its own argument, or one tensor twice. Each replay then gives one tensor too,
+    of an argument the caller's own.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatron_cg.replay.borders import spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import Prepared, forward_of, replay_instead
-from megatron_cg.replay.plain import is_plain, same_value
+from megatron_cg.replay.plain import attribute, is_plain, same_value
 from megatron_cg.replay.unit import ManualHook, Unit
-from megatron_cg.units.call import Place, attributes_of, in_parts, not_recomputed
+from megatron_cg.units.call import in_parts, not_recomputed
 from megatron_cg.units.layouts import Gradients, Layout, ReadOnly, UsedResult, awaited, is_awaited
-from megatron_cg.units.observe import ObservedCall, results_of, tensors_of
+from megatron_cg.units.observe import ObservedCall, tensors_of
 from megatron_cg.units.sums import Autocast
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
@@ -43,66 +41,39 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class Results:
-    """The form of what one pass returned and set."""
+    """The form of what one pass returned."""
 
     leaves: Sequence[Any]
     """The leaves of what it returned, with marks for tensors."""
     spec: TreeSpec
     """The containers around them; all types that torch's pytrees know."""
-    attributes: Mapping[Place, Any]
-    """The marks of the tensors that it set."""
     layouts: Mapping[int, Layout]
     """Of outputs of the graph that are DTensors, by number."""
 
-    def rebuild(self, outputs: Sequence[Any], given: Mapping[str, Any], copies: Any) -> Any:
-        """Set the attributes, and return what the pass returns, with these tensors."""
+    def rebuild(self, outputs: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """What the pass returns, with these tensors."""
         tensors: dict[Any, Any] = {**given, **dict(enumerate(outputs))}
         for number, layout in self.layouts.items():
             tensors[number] = layout.from_graph(tensors[number])
-        if self._only_set:  # An attribute, and what a loop collects from it, outlive the pass.
-            only_set = copies([tensors[key] for key in self._only_set])
-            tensors |= zip(self._only_set, only_set, strict=True)
-        for (module, name), mark in self.attributes.items():
-            vars(module)[name] = tensors[mark.key]
         filled = [tensors[leaf.key] if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(filled, self.spec)
 
     @cached_property
-    def _only_set(self) -> list[int]:
-        """The numbers of outputs that are set as attributes and not returned."""
-        marks = (mark for mark in self.attributes.values() if mark not in self.leaves)
-        return [mark.key for mark in marks if isinstance(mark.key, int)]
-
-    @cached_property
     def returned(self) -> set[Any]:
-        """The names of arguments and the numbers of outputs that are returned or set."""
-        return {m.key for m in (*self.leaves, *self.attributes.values()) if isinstance(m, _Tensor)}
-
-    def run_eagerly(self, run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Give an eager pass to ``run``, which gets what it returns and sets as one result."""
-
-        def whole() -> tuple[Any, list[Any]]:
-            value = function(*args, **kwargs)
-            return value, [vars(module).get(name) for module, name in self.attributes]
-
-        value, attributes = run(whole)
-        for (module, name), tensor in zip(self.attributes, attributes, strict=True):
-            if name in vars(module):
-                vars(module)[name] = tensor
-        return value
+        """The names of arguments and the numbers of outputs that are returned."""
+        return {mark.key for mark in self.leaves if isinstance(mark, _Tensor)}
 
     def problem(self, before: Results | None) -> str | None:
         """Why no graph can return this form, after the pass ``before``; None if one can."""
-        for leaf in (*self.leaves, *self.attributes.values()):
+        for leaf in self.leaves:
             if not isinstance(leaf, _Tensor) and not is_plain(leaf):
-                return f"returns, or sets as an attribute, a {type(leaf).__name__}"
+                return f"returns a {type(leaf).__name__}"
         if before is None or (
-            (self.spec, self.attributes, self.layouts)
-            == (before.spec, before.attributes, before.layouts)
+            (self.spec, self.layouts) == (before.spec, before.layouts)
             and all(map(_same, self.leaves, before.leaves))
         ):
             return None
-        return "returns, or sets as attributes, something else in each pass"
+        return "returns something else in each pass"
 
 
 def _same(leaf: Any, other: Any) -> bool:
@@ -112,7 +83,7 @@ def _same(leaf: Any, other: Any) -> bool:
 class ModuleUnit(Unit):
     """The whole forward of one module; ``backward`` is around its backward passes."""
 
-    sets_attributes = True
+    is_plain_module = True
 
     def __init__(
         self, name: str, module: nn.Module, seen: ObservedCall, backward: Autocast
@@ -126,8 +97,8 @@ class ModuleUnit(Unit):
             *((key, UsedResult) for key in used),
             *((key, partial(ReadOnly, shares=one)) for key, one in seen.unwritten.items()),
         ]
-        """Results, as in :func:`results_of`, and names of arguments that may not be used in any
-        way behind a replay."""
+        """The numbers of results, and names of arguments that may not be used in any way behind a
+        replay."""
         self.watched: list[ReadOnly | UsedResult] = []
         """Those of the last replay, and those that share memory of others in this step."""
         self._gradients = Gradients()
@@ -160,8 +131,7 @@ class ModuleUnit(Unit):
         """One pass, as its graph returns it."""
         given = self._form.join(args, kwargs)
         leaves, spec = tree_flatten(in_parts(given))
-        before = attributes_of(self.graphed)
-        gradients = self._counts()
+        attributes, gradients = self._attributes(), self._counts()
         value = self._eager(*given[0], **given[1])
         if [(id(g), n) for g, n in gradients] != [(id(g), n) for g, n in self._counts()]:
             raise self.refused(
@@ -172,12 +142,15 @@ class ModuleUnit(Unit):
         if left_spec != spec or any(map(operator.is_not, left, leaves)):
             raise self.refused(
                 "changes a list, dict or object that it is given, in its forward pass",
-                "A replay runs no Python, so the caller would not see it. Return the tensors, or "
-                "set them as attributes of the module.",
+                "A replay runs no Python, so the caller would not see it. Return the tensors.",
             )
-        attributes = attributes_of(self.graphed, before)
-        given_tensors = self._form.by_name(args, kwargs)
-        results, tensors = self._results_of(value, attributes, given_tensors)
+        now = self._attributes()
+        if changed := [name for name in now if attributes.get(name) is not now[name]]:
+            raise self.refused(
+                f"sets attribute {changed[0]} in its forward pass",
+                "A replay would not set it. Return the value, or write into a buffer.",
+            )
+        results, tensors = self._results_of(value, self._form.by_name(args, kwargs))
         if (problem := results.problem(self._results)) is not None:
             raise self.refused(
                 problem,
@@ -186,19 +159,25 @@ class ModuleUnit(Unit):
         self._results = results
         return tuple(tensors)
 
+    def _attributes(self) -> dict[str, torch.Tensor]:
+        """The tensors that its modules have as attributes."""
+        return {
+            attribute(path, name): value
+            for path, module in self.layer.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
+
     def _results_of(
-        self,
-        value: Any,
-        attributes: Mapping[Place, torch.Tensor],
-        arguments: Mapping[str, torch.Tensor],
+        self, value: Any, arguments: Mapping[str, torch.Tensor]
     ) -> tuple[Results, list[torch.Tensor]]:
         """The form of a pass that returned ``value``, and the tensors that its graph returns.
 
-        ``attributes`` are the tensors that it set, ``arguments`` those that it was given.
+        ``arguments`` are the tensors that it was given.
         """
         tensors: list[torch.Tensor] = []
         layouts: dict[int, Layout] = {}
-        keys = {id(tensor): key for key, tensor in results_of(value, attributes)}
+        keys = {id(tensor): key for key, tensor in enumerate(tensors_of(value))}
         # With separate_inputs the graph returned a view of an argument that needs no gradient now.
         known = None if self._results is None else self._results.returned
         marks = {id(t): _Tensor(n) for n, t in arguments.items() if known is None or n in known}
@@ -211,7 +190,7 @@ class ModuleUnit(Unit):
             if id(leaf) not in marks:
                 if type(leaf) is torch.Tensor and vars(leaf):
                     raise self.refused(
-                        f"returns, or sets, a tensor with an attribute {next(iter(vars(leaf)))}",
+                        f"returns a tensor with an attribute {next(iter(vars(leaf)))}",
                         "What a replay returns has none. Return the value beside the tensor.",
                     )
                 number, seen = len(tensors), self._seen.gradients.get(keys.get(id(leaf)))
@@ -224,15 +203,15 @@ class ModuleUnit(Unit):
 
         leaves, spec = tree_flatten(value, is_plain)
         form = [marked(leaf) for leaf in leaves]
-        return Results(form, spec, {p: marked(t) for p, t in attributes.items()}, layouts), tensors
+        return Results(form, spec, layouts), tensors
 
     def _watch(
         self, value: Any, arguments: Mapping[str, torch.Tensor]
     ) -> Iterator[ReadOnly | UsedResult]:
-        """Watch what a replay was given and has returned and set."""
+        """Watch what a replay was given and has returned."""
         known: dict[Any, Any] = {**arguments, **dict(enumerate(tensors_of(value)))}
         for key, kind in self._watches:
-            one = vars(key[0]).get(key[1]) if isinstance(key, tuple) else known.get(key)
+            one = known.get(key)
             if isinstance(one, torch.Tensor) and (one.requires_grad or kind is not UsedResult):
                 yield kind(one)
 
@@ -274,7 +253,7 @@ class ModuleUnit(Unit):
                 if mismatch is not None:
                     return mismatch
                 given = self._form.by_name(inputs, by_name)
-                value = results.rebuild(made, given, graph.copies)
+                value = results.rebuild(made, given)
                 if self._watches:
                     kept = [one for one in self.watched if one.shares]
                     self.watched = [*kept, *self._watch(value, given)]
@@ -282,4 +261,4 @@ class ModuleUnit(Unit):
 
             return mismatch or not_recomputed() or graph.out_of_order() or replay
 
-        return replay_instead(target, prepare, results.run_eagerly)
+        return replay_instead(target, prepare)

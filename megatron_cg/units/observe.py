@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_cg.capture.observer import version_of
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.borders import local
-from megatron_cg.units.call import CallSpec, attributes_of, is_trained, recompute_around
+from megatron_cg.units.call import CallSpec, is_trained, recompute_around
 from megatron_cg.units.code_observer import key_of
 from megatron_cg.units.layouts import GradStrides, ReadOnly
 from megatron_cg.units.sums import Autocast, Sums, autocast_now
@@ -46,11 +46,10 @@ class ObservedCall:
     recompute: tuple[str, str, str] | None
     """Of a call of the step that is recomputed; see :func:`recompute_around`."""
     gradients: dict[Any, GradStrides]
-    """How the gradients came of all that it returned and set."""
+    """How the gradients came of all that it returned, by number."""
     unwritten: dict[Any, bool]
-    """The results, as in :func:`results_of`, and the names of arguments that nobody may write into
-    behind a replay, and whether they share memory; see Note [Results that are views] in
-    ``sums.py``."""
+    """The numbers of results, and the names of arguments that nobody may write into behind a
+    replay, and whether they share memory; see Note [Results that are views] in ``sums.py``."""
 
     def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Memory for the inputs of its graph."""
@@ -78,8 +77,6 @@ class Observer:
         """By name, how often those on the memory of the unit's buffers had been written."""
         self.overwritten: set[tuple[str, str]] = set()
         """The units that write such an argument, and its name."""
-        self._held: Mapping[Any, torch.Tensor] = {}
-        """The attributes before it."""
         self._follows: dict[str, set[str]] = {}
         """The units right before a unit, in any step."""
         self._memory: dict[str, dict[str, Any]] = {}
@@ -167,7 +164,6 @@ class Observer:
         own = {*map(key_of, module.buffers())}
         inside = ((name_, one) for name_, key, one in self._given.values() if key in own)
         self._versions = {name_: version_of(one) for name_, one in inside}
-        self._held = attributes_of(module.modules())
         if before_step := self._memory.get(name):
             now = _memory_of(module)
             elsewhere = [one for one in now if now[one] != before_step.get(one, now[one])]
@@ -186,18 +182,16 @@ class Observer:
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
         if not is_trained(module):
             return outputs
-        held = attributes_of(module.modules(), self._held)
-        given, self._held, self._given = self._given, {}, {}
+        given, self._given = self._given, {}
         now = {name_: version_of(one) for name_, _, one in given.values()}
         self.overwritten |= {(name, one) for one, was in self._versions.items() if now[one] != was}
-        results = results_of(outputs, held)
+        results = [*enumerate(tensors_of(outputs))]
         made = {id(t): t for _, t in results if id(t) not in given}
         used, unwritten = self.sums.ended(name, list(filter(_has_node, made.values())))
         call, noted = self._now[name], list[tuple[torch.Tensor, GradStrides]]()
         for key, tensor in results:
             if id(tensor) in made and tensor.requires_grad and not tensor.is_leaf:
-                label = f"result {key if isinstance(key, int) else key[1]}"
-                strides = call.gradients.setdefault(key, GradStrides(label))
+                strides = call.gradients.setdefault(key, GradStrides(f"result {key}"))
                 strides.begin(tensor, is_used=id(tensor) in used)
                 noted.append((tensor, strides))
         self.sums.returned(name, noted)
@@ -212,13 +206,6 @@ class Observer:
             (one, True) for one, key, _ in given.values() if key in shared.values()
         )
         return outputs
-
-
-def results_of(
-    value: Any, attributes: Mapping[Any, torch.Tensor]
-) -> list[tuple[Any, torch.Tensor]]:
-    """The tensors that a pass returns, by number, and that it sets, by place."""
-    return [*enumerate(tensors_of(value)), *attributes.items()]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -161,7 +161,7 @@ class Sums:
         self._calls.append(call)
 
     def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> tuple[set[int], set[int]]:
-        """It has made and returned or set these tensors.
+        """It has made and returned these tensors.
 
         Returns the ids of those that it uses itself, and of those that nobody may write into.
         """

@@ -18,7 +18,7 @@ REFUSED = (
     "drawn by an object, counter in backward, list filled, dict filled, hook inside, tensor hook, "
     "hook with state, tagged, subclass, global hook, returned view written, whole and part "
     "written, attribute of a result, counter of another module, iterator in a list, leaf asked, "
-    "node asked, gradient of a weight read"
+    "node asked, gradient of a weight read, metric kept, loss kept, dataclass given, dataclass"
 ).split(", ")
 """What no graph can do, also where a program does not show it."""
 

@@ -48,9 +48,8 @@ class Block(nn.Module):
     def forward(self, x: Any, mask: Any = None) -> Any:
         y = self.down(torch.tanh(self.up(self.norm(x))))
         y = y if mask is None else y * mask
-        if self.flags["auxiliary"]:
-            self.loss = (y * y).mean(-1)
-        return {"y": x + y if self.flags["residual"] else y, "mask": mask}
+        loss = (y * y).mean(-1) if self.flags["auxiliary"] else None
+        return {"y": x + y if self.flags["residual"] else y, "mask": mask, "loss": loss}
 
 
 def program(seed: int, ranks: int) -> dict[str, Any]:
@@ -150,10 +149,11 @@ def given(flags: dict[str, Any], mesh: DeviceMesh, step: int, microbatch: int) -
 
 
 def loss_of(layers: Any, x: Any, mask: Any) -> torch.Tensor:
+    losses: list[Any] = []
     for layer in layers:
-        x = layer(x, **({"mask": mask} if layer.flags["mask"] else {}))["y"]
-    found = [x, *(layer.loss for layer in layers if layer.flags["auxiliary"])]
-    whole = [y.full_tensor() if isinstance(y, DTensor) else y for y in found]
+        made = layer(x, **({"mask": mask} if layer.flags["mask"] else {}))
+        x, losses = made["y"], [*losses, *([made["loss"]] * layer.flags["auxiliary"])]
+    whole = [y.full_tensor() if isinstance(y, DTensor) else y for y in (x, *losses)]
     return torch.stack([(y * y).mean() for y in whole]).sum()
 
 

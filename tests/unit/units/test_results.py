@@ -1,4 +1,4 @@
-"""What a replay returns and sets lies in memory as after an eager pass: strides, views, buffers."""
+"""What a replay returns lies in memory as after an eager pass: strides, views, buffers."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.unit.units.plain import (
 
 
 class Tower(Unit):
-    """Is frozen, so a replay gives copies of what it returns and sets."""
+    """Is frozen, so a replay gives copies of what it returns."""
 
     bank: torch.Tensor
     rows: torch.Tensor
@@ -32,20 +32,22 @@ class Tower(Unit):
 
     def forward(self, x: torch.Tensor) -> Any:
         y = super().forward(x)
-        self.kept = (y * 2).t()[1:]
-        self.part, self.row, self.same = self.kept[:, :2], self.rows[1], self.kept
-        return y[:, 1:], y[:, :1].expand(ROWS, 3), y + self.bank.mean() + self.rows.sum(), self.bank
+        kept = (y * 2).t()[1:]
+        views = {"kept": kept, "part": kept[:, :2], "row": self.rows[1], "same": kept}
+        out = y + self.bank.mean() + self.rows.sum()
+        return y[:, 1:], y[:, :1].expand(ROWS, 3), out, self.bank, views
 
 
 def test_copies_have_the_strides_and_share_the_memory_of_eager_results() -> None:
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         tower, head = run.model
-        *made, y, bank = tower(x.detach())
-        made += [y, tower.kept, tower.part, tower.row]
-        bank[run.step % ROWS], tower.row[0] = y[0], run.step
-        start = made[0].untyped_storage().data_ptr(), tower.kept.untyped_storage().data_ptr()
-        facts = [made[1].untyped_storage().data_ptr() == start[0], tower.same is tower.kept]
-        facts += [tower.part.untyped_storage().data_ptr() == start[1]]
+        *made, y, bank, views = tower(x.detach())
+        kept, part, row, same = views.values()
+        made += [y, kept, part, row]
+        bank[run.step % ROWS], row[0] = y[0], run.step
+        start = made[0].untyped_storage().data_ptr(), kept.untyped_storage().data_ptr()
+        facts = [made[1].untyped_storage().data_ptr() == start[0], same is kept]
+        facts += [part.untyped_storage().data_ptr() == start[1]]
         facts += [n for one in made for n in (*one.stride(), one.storage_offset())]
         loss = backward(head(y).square().mean())
         return torch.tensor([float(loss.detach()), *facts])
