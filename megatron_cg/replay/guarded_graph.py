@@ -414,11 +414,10 @@ class GuardedGraph:
         )
         if self._constant:
             outputs = self._as_captured(outputs)
-        # Without a backward nothing tells how long outputs are used, so the caller gets copies.
-        return outputs if has_backward and not self._gives_copies else self.copies(outputs)
-
-    def copies(self, outputs: Any) -> Any:
-        """Copies, but what lies in the memory of weights or buffers itself, as in eager passes."""
+        if has_backward and not self._gives_copies:
+            return outputs
+        # Without a backward nothing tells how long outputs are used, so the caller gets copies, but
+        # what lies in the memory of weights or buffers itself, as in eager passes.
         return tree_map(partial(copied, memory=dict(self._own)), outputs)
 
     def __getattr__(self, name: str) -> Any:

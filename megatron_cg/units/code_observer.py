@@ -383,9 +383,9 @@ class CodeObserver:
                 "A replay runs no Python, so it would stay as it was at capture. Count outside of "
                 "the unit, or write into a tensor that it keeps, such as self.norm.copy_(...).",
             )
-        for change in self._changes:
+        if self._changes:
             raise self._error(
-                f"changes {change.what} in its forward pass",
+                f"changes {self._changes[0].what} in its forward pass",
                 "A replay runs no Python, so it would stay as it was at capture. Return the value, "
                 "write a tensor into a buffer, or count outside of the unit.",
             )
