@@ -98,7 +98,7 @@ class Settings:
         rows: list[tuple[Mapping[str, Any], str, str]] = []
         self._owners: list[tuple[nn.Module, frozenset[str], str]] = []
         seen: set[int] = set()
-        for unit in (one for one in units if not one.sets_attributes):
+        for unit in (one for one in units if not one.is_plain_module):
             names = {module: name for name, module in unit.layer.named_modules()}
             for module in (unit.layer, *unit.graphed):
                 if is_known(module, _PACKAGES) and id(module) not in seen:

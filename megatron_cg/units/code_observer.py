@@ -201,8 +201,8 @@ class CodeObserver:
         self._state = PythonState(graphed, unit.layer.modules())
         self._operations = Operations(unit.layer)
         self._undo = Restores()
-        self._changes: list[Change] = []
-        self._of_backward: list[Change] = []
+        self._changes: dict[str, list[Change]] = {}
+        """Of the last forward pass, and of the backward pass after it."""
         self.entries: list[Entry] = []
         """The rows for all that the code reads."""
         self._writes: list[torch.UntypedStorage] = []
@@ -244,19 +244,15 @@ class CodeObserver:
                 drawn = state.put_back_draws()
                 if is_first:
                     self._undo.callback(state.restorer())
+        name = "forward" if forward else "backward"
         if drawn:
             raise self._error(
-                f"changes {drawn[0]} in its {'forward' if forward else 'backward'} pass",
+                f"changes {drawn[0]} in its {name} pass",
                 "A replay runs no Python, so what was drawn at capture would hold for all steps. "
                 "Draw outside of the unit and pass the result as an argument.",
             )
-        changes = [*state.changes()]
-        if forward:
-            self._changes, self._of_backward = changes, []
-        else:
-            also = {(id(c.holder), c.key, type(c.after)) for c in self._changes}
-            found = [(c, (id(c.holder), c.key, type(c.after))) for c in changes]
-            self._of_backward = [change for change, key in found if key not in also]
+        self._changes = {} if forward else self._changes
+        self._changes[name] = [*state.changes()]
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the unit's backward pass, or one inside it."""
@@ -284,8 +280,6 @@ class CodeObserver:
             self.entries.append(Entry(default, self._device_type, "state", what))
         if "scaled_dot_product_attention" in state.names:
             self.entries.append(Entry(Switches(SDPA), "", "switches", "the kernels of SDPA"))
-        replaced = {(id(change.holder), change.key) for change in self._changes}
-        self.entries = [e for e in self.entries if (id(e.holder), e.key) not in replaced]
         held: dict[int | None, list[Watched]] = {}
         for row in self.entries:
             for leaf in leaves_held(row.holder.get(row.key)):
@@ -338,18 +332,11 @@ class CodeObserver:
 
     def forget(self) -> None:
         """Hold samples and notes no longer: the unit is captured."""
-        self._samples, self._changes = {}, []
+        self._samples, self._changes = {}, {}
         self._operations = Operations(self._unit.layer)
 
     def _refuse_foreign(self, key: int, use: Use, *, reached: bool) -> None:
         where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
-        before = (c for c in self._changes if isinstance(c.before, torch.Tensor))
-        if replaced := next((c.what for c in before if key_of(c.before) == key), None):
-            raise self._error(
-                f"keeps state in {replaced}: it reads what an earlier pass has set there",
-                "Keep it in a buffer and write into that, such as self.state.copy_(...), or pass "
-                "it as an argument and return the new one.",
-            )
         if use.requires_grad:
             raise self._error(
                 f"uses a tensor that needs a gradient and is no parameter of it {where}",
@@ -377,18 +364,14 @@ class CodeObserver:
         return register(tensor, hook)
 
     def _refuse_changes(self) -> None:
-        if self._of_backward:
-            raise self._error(
-                f"changes {self._of_backward[0].what} in its backward pass",
-                "A replay runs no Python, so it would stay as it was at capture. Count outside of "
-                "the unit, or write into a tensor that it keeps, such as self.norm.copy_(...).",
-            )
-        if self._changes:
-            raise self._error(
-                f"changes {self._changes[0].what} in its forward pass",
-                "A replay runs no Python, so it would stay as it was at capture. Return the value, "
-                "write a tensor into a buffer, or count outside of the unit.",
-            )
+        for name, changes in self._changes.items():
+            if changes:
+                raise self._error(
+                    f"changes {changes[0].what} in its {name} pass",
+                    "A replay runs no Python, so it would stay as it was at capture. Return the "
+                    "value, count outside of the unit, or write into a tensor that it keeps, such "
+                    "as self.norm.copy_(...).",
+                )
 
     def _refuse_leftovers(self) -> None:
         held = holder_of(self._operations.left())

@@ -77,10 +77,8 @@ _OF_CHECKPOINTS = {"architectures", "dtype"}
 @dataclass(frozen=True)
 class Change:
     holder: Any
-    key: Any
     what: str
     before: Any
-    after: Any
 
 
 class PythonState:
@@ -165,21 +163,21 @@ class PythonState:
         """What the last pass has set, of all that its code can name."""
         for holder, key, what, before in self._values:
             if not same_value(before, holder.get(key)):
-                yield Change(holder, key, what, before, holder.get(key))
+                yield Change(holder, what, before)
         for holder, before, what, has_names in self._copies.values():
             if not isinstance(holder, dict):
                 if not same_value(before, holder):
-                    yield Change(holder, None, what, before, holder)
+                    yield Change(holder, what, before)
                 continue
             for key in {**before, **holder}:
                 matters = not has_names or self._is_read(key)
                 same = (key in before) is (key in holder)  # None may be a value.
                 if matters and not (same and same_value(before.get(key), holder.get(key))):
                     label = attribute(what, key) if has_names else item(what, key)
-                    yield Change(holder, key, label, before.get(key), holder.get(key))
+                    yield Change(holder, label, before.get(key))
             keeps_keys = before.keys() == holder.keys()  # Others are told above.
             if keeps_keys and not has_names and not same_value([*before], [*holder]):
-                yield Change(holder, None, f"the order of {what}", before, holder)
+                yield Change(holder, f"the order of {what}", before)
 
     def restorer(self) -> Callable[[], None]:
         """Returns a function that restores what the last pass found, but for random states."""
