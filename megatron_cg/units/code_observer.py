@@ -45,7 +45,7 @@ from megatron_cg.replay.settings import SDPA, Switches
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.held import functions_in, leaves_held
-from megatron_cg.units.python_state import Change, PythonState
+from megatron_cg.units.python_state import PythonState
 from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream import patch
 
@@ -201,8 +201,8 @@ class CodeObserver:
         self._state = PythonState(graphed, unit.layer.modules())
         self._operations = Operations(unit.layer)
         self._undo = Restores()
-        self._changes: dict[str, list[Change]] = {}
-        """Of the last forward pass, and of the backward pass after it."""
+        self._changes: dict[str, str | None] = {}
+        """The first of the last forward pass, and of the backward pass after it."""
         self.entries: list[Entry] = []
         """The rows for all that the code reads."""
         self._writes: list[torch.UntypedStorage] = []
@@ -252,7 +252,7 @@ class CodeObserver:
                 "Draw outside of the unit and pass the result as an argument.",
             )
         self._changes = {} if forward else self._changes
-        self._changes[name] = [*state.changes()]
+        self._changes[name] = next(state.changes(), None)
 
     def _run_backward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the unit's backward pass, or one inside it."""
@@ -364,10 +364,10 @@ class CodeObserver:
         return register(tensor, hook)
 
     def _refuse_changes(self) -> None:
-        for name, changes in self._changes.items():
-            if changes:
+        for name, what in self._changes.items():
+            if what is not None:
                 raise self._error(
-                    f"changes {changes[0].what} in its {name} pass",
+                    f"changes {what} in its {name} pass",
                     "A replay runs no Python, so it would stay as it was at capture. Return the "
                     "value, count outside of the unit, or write into a tensor that it keeps, such "
                     "as self.norm.copy_(...).",

@@ -17,7 +17,6 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from dis import opmap
 from functools import partial
 from itertools import product
@@ -72,13 +71,6 @@ _MOST = 20_000
 """Objects and containers that are looked at."""
 _OF_CHECKPOINTS = {"architectures", "dtype"}
 """What ``save_pretrained`` of transformers sets in a model's configuration, for the file alone."""
-
-
-@dataclass(frozen=True)
-class Change:
-    holder: Any
-    what: str
-    before: Any
 
 
 class PythonState:
@@ -154,30 +146,31 @@ class PythonState:
 
     def put_back_draws(self) -> list[str]:
         """Restore at once, and tell, what random states the last pass changed: threads may draw."""
-        drawn = [change for change in self.changes() if isinstance(change.holder, RandomState)]
-        for change in drawn:
-            change.holder[None] = change.before
-        return [change.what for change in drawn]
+        drawn = list[str]()
+        for holder, key, what, before in self._values:
+            if isinstance(holder, RandomState) and holder.get(key) != before:
+                holder[key] = before
+                drawn.append(what)
+        return drawn
 
-    def changes(self) -> Iterator[Change]:
-        """What the last pass has set, of all that its code can name."""
+    def changes(self) -> Iterator[str]:
+        """What the last pass has set, of all that its code can name, in words."""
         for holder, key, what, before in self._values:
             if not same_value(before, holder.get(key)):
-                yield Change(holder, what, before)
+                yield what
         for holder, before, what, has_names in self._copies.values():
             if not isinstance(holder, dict):
                 if not same_value(before, holder):
-                    yield Change(holder, what, before)
+                    yield what
                 continue
             for key in {**before, **holder}:
                 matters = not has_names or self._is_read(key)
                 same = (key in before) is (key in holder)  # None may be a value.
                 if matters and not (same and same_value(before.get(key), holder.get(key))):
-                    label = attribute(what, key) if has_names else item(what, key)
-                    yield Change(holder, label, before.get(key))
+                    yield attribute(what, key) if has_names else item(what, key)
             keeps_keys = before.keys() == holder.keys()  # Others are told above.
             if keeps_keys and not has_names and not same_value([*before], [*holder]):
-                yield Change(holder, f"the order of {what}", before)
+                yield f"the order of {what}"
 
     def restorer(self) -> Callable[[], None]:
         """Returns a function that restores what the last pass found, but for random states."""

@@ -151,7 +151,7 @@ def test_random_states_that_passes_draw_from_are_found_and_restored(name: str) -
     state.end()
     assert not [*state.changes()]
     first = draw(generator)
-    assert [change.what.startswith("the random state of ") for change in state.changes()] == [True]
+    assert [change.startswith("the random state of ") for change in state.changes()] == [True]
     assert len(state.put_back_draws()) == 1
     assert not [*state.changes()] and draw(generator) == first
 
@@ -193,7 +193,7 @@ def test_the_order_of_a_dictionary_and_the_items_of_an_own_one_are_found_and_res
     ordered["a"] = ordered.pop("a")
     own["a"] = 2
     state.end()
-    found = [change.what for change in state.changes()]
+    found = [*state.changes()]
     assert found == ["the order of state[0]", "state[1]['a']"]
     state.restorer()()
     assert [*ordered] == ["a", "b"] and own == {"a": 1}
