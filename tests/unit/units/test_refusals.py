@@ -22,15 +22,13 @@ from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, in
 
 
 class Sharing(Unit):
-    """Returns and sets tensors that it also uses, as down blocks of U-Nets and layers of T5 do."""
-
-    kept: torch.Tensor
+    """Returns tensors that it also uses, as down blocks of U-Nets and layers of T5 do."""
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, bias: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        skip, self.kept = self.linear(x).tanh(), x.exp()
-        return (skip.sin() * self.kept.mean() + bias).tanh(), skip, bias
+    ) -> tuple[torch.Tensor, ...]:
+        skip, kept = self.linear(x).tanh(), x.exp()
+        return (skip.sin() * kept.mean() + bias).tanh(), skip, bias, kept
 
 
 def with_skips(run: Training, x: torch.Tensor) -> torch.Tensor:
@@ -40,8 +38,8 @@ def with_skips(run: Training, x: torch.Tensor) -> torch.Tensor:
     """
     bias, skips = x.new_full((plain.WIDTH, plain.ROWS), 0.1, requires_grad=True).t() * 1, []
     for layer in run.model:
-        x, skip, bias = layer(x, bias)
-        skips += [skip, layer.kept]
+        x, skip, bias, kept = layer(x, bias)
+        skips += [skip, kept]
     (torch.cat([x, *skips], 1).square().mean() + 0.1 * skips[0].sum()).backward()
     return x.sum()
 
