@@ -25,6 +25,7 @@ from megatron_cg.errors import (
 )
 from megatron_cg.experts.install import DeviceDispatcher
 from megatron_cg.experts.slots import PeerMemory
+from megatron_cg.fsdp.sharding import of_megatron
 from megatron_cg.fully_shard.megatron_fsdp_v2 import MegatronFsdpV2
 from megatron_cg.integrations.megatron import helper as module
 from megatron_cg.tape import train
@@ -100,10 +101,15 @@ def test_layers_with_tables_of_their_own_do_not_share_a_sample(trainer: Any) -> 
     assert len(set(map(id, backend.tables))) == len(backend.tables) > 1
 
 
-def test_layers_that_v2_gathers_with_others_are_refused(trainer: Any) -> None:
+def test_layers_that_v2_gathers_with_others_are_refused(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     v2 = MegatronFsdpV2.__new__(MegatronFsdpV2)
+    own: Any = of_megatron(trainer.model)
+    sharding = SimpleNamespace(wrapped=own.wrapped, megatron_fsdp=None, refusals=v2.refusals)
+    monkeypatch.setattr(module, "of_megatron", lambda _model: sharding)
     with pytest.raises(ConfigurationError, match="layer 0 is a TransformerLayer without fully_s"):
-        module._require_units(v2, layers_of(trainer))
+        helper_for(trainer)
 
 
 def test_a_model_without_a_decoder_is_refused(

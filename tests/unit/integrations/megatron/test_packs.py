@@ -5,7 +5,9 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError
@@ -64,6 +66,16 @@ def both(model: dict[str, Any], by_rank: list[list[int]], room: int | None) -> A
                 unit = trainer.session.units[0]
                 return runs[0] == runs[1], dict(trainer.session.counters), unit._packs.room
     return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends", "unfit"),
+    [("thd", [0, 8], ""), ("bshd", [0, 8], "qkv_format"), ("thd", None, "qkv_format")],
+)
+def test_graphs_take_packs_of_one_form(kind: str, ends: list[int] | None, unfit: str) -> None:
+    boundaries = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    pack = PackedSeqParams(qkv_format=kind, cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries)
+    assert packs.PackForm.of(pack)[0].unfit(8) == unfit
 
 
 def test_all_ranks_have_room_for_the_fullest_pack() -> None:

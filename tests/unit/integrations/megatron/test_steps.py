@@ -164,9 +164,20 @@ def test_other_passes_are_megatrons_own(loop: Loop, case: str) -> None:
     assert loop.events == ["graphs", True, {"tokens": 0}, {"tokens": 1}]
 
 
+def test_a_step_without_a_bound_that_is_not_verified_returns_its_losses(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.undo()
+    monkeypatch.setattr(repeat, "experts_of", lambda _model: None)
+    steps: Any = SimpleNamespace(number=12, controller=loop.controller)
+    loop.undo = repeat.repeat_if_needed([loop.chunk], [loop.optimizer], steps, verifies=True)
+    assert [batch["tokens"] for batch in loop.step(batches())] == [0, 1]
+
+
+@pytest.mark.parametrize("rows", [0, 200])
 @pytest.mark.refuses("repeat-outside-schedule", "repeat-second-call")
-def test_a_second_call_for_the_same_gradients_is_refused(loop: Loop) -> None:
-    loop.bound.rows = 200
+def test_a_second_call_for_the_same_gradients_is_refused(loop: Loop, rows: int) -> None:
+    loop.bound.rows = rows
     loop.step(batches())
     with pytest.raises(ConfigurationError, match=r"call model\.zero_grad_buffer\(\)") as error:
         loop.passes(batches())

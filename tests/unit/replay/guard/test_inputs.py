@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.replay.guard import NOT_INPUTS, Inputs
+from megatron_cg.replay.guard import NOT_INPUTS, Addresses, Inputs, Watched
 from megatron_cg.replay.guarded_graph import are_returned
 
 Given = dict[str, Any]
@@ -82,3 +82,14 @@ def test_outputs_in_the_memory_of_two_inputs_are_found() -> None:
     assert are_returned(Inputs([one, two], {}).memory, [None, two[1:]])
     assert not are_returned(Inputs([one, two], {}).memory, [torch.ones(4), 1])
     assert not are_returned(Inputs([one], {}).memory, [one])
+
+
+def test_a_value_of_the_host_counts_where_kernels_run_on_a_device() -> None:
+    """They got it at capture, so a change in place is one, too."""
+    host, device = torch.ones(2), torch.ones(2, device="meta")
+    addresses = Addresses([Watched(host, "the scale", ""), Watched(device, "the weight", "")])
+    addresses.note(forward=True)
+    assert addresses.broken(forward=True) is None
+    host.add_(1)
+    found = addresses.broken(forward=True)
+    assert found is not None and "the scale" in found.subject
