@@ -110,7 +110,9 @@ class Settings:
         self._rows = rows
         self._reads, self._keys = [holder.get for holder, _, _ in rows], [key for _, key, _ in rows]
         self._values = list(map(call, self._reads, self._keys))
-        self._contents = {n: Contents(v) for n, v in enumerate(self._values) if is_container(v)}
+        containers = {n: v for n, v in enumerate(self._values) if is_container(v)}
+        self._contents = {n: Contents(value) for n, value in containers.items()}
+        self._texts = {n: described(value) for n, value in containers.items()}
         self._shapes = [(type(module), len(keys)) for module, keys, _ in self._owners]
 
     def broken(self) -> Mismatch | None:
@@ -119,19 +121,21 @@ class Settings:
             for number, (read, key) in enumerate(zip(self._reads, self._keys, strict=True)):
                 was, now = self._values[number], read(key)
                 if now is not was and not self._is_same(number, now):
-                    return self._changed(self._rows[number][2], was, now)
+                    return self._changed(self._rows[number][2], described(was), now)
                 self._values[number] = now
         for number, contents in self._contents.items():
             if not contents.are_in(self._values[number]):
-                return self._changed(self._rows[number][2], "another", self._values[number])
+                now = self._values[number]
+                return self._changed(self._rows[number][2], self._texts[number], now)
         shapes = [(type(module), len(vars(module))) for module, _, _ in self._owners]
         if shapes != self._shapes:
             for (module, known, where), (kind, _) in zip(self._owners, self._shapes, strict=True):
                 if type(module) is not kind:
-                    return self._changed(f"the class of {where}", kind, type(module))
+                    return self._changed(f"the class of {where}", described(kind), type(module))
                 new = vars(module).keys() - known
                 for key in sorted(key for key in new if hasattr(kind, key)):
-                    return self._changed(f"{key} of {where}", getattr(kind, key), vars(module)[key])
+                    was, now = described(getattr(kind, key)), vars(module)[key]
+                    return self._changed(f"{key} of {where}", was, now)
         return None
 
     def _is_same(self, number: int, now: Any) -> bool:
@@ -140,8 +144,8 @@ class Settings:
             return True  # A loop gives a config its functions, for gradients and timers.
         return same_value(was, now) if contents is None else contents.are_in(now)
 
-    def _changed(self, what: str, was: Any, now: Any) -> Mismatch:
-        return Mismatch("setting", what, described(was), described(now), _CAUSE)
+    def _changed(self, what: str, was: str, now: Any) -> Mismatch:
+        return Mismatch("setting", what, was, described(now), _CAUSE)
 
 
 def _rows(

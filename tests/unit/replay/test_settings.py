@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from tests.unit.trainers import evaluate, helper_of, layers_of, microbatch_of, t
 
 DENSE: dict[str, Any] = {"layers": 2, "graph_modules": ("attn", "mlp"), "bf16": False}
 MOE: dict[str, Any] = {"layers": 2, "experts": 4, "graph_modules": ("attn", "moe_router")}
+LISTED = {"options": {"moe_layer_freq": [1, 1]}}
 STEPS, CAPTURED, CHANGED = 7, 2, 4
 
 
@@ -56,6 +58,10 @@ def coefficient(layer: Any) -> None:
     layer.config.moe_aux_loss_coeff = 1.0
 
 
+def list_in_place(layer: Any) -> None:
+    layer.config.moe_layer_freq[:] = [1, 1, 1]
+
+
 def hook(layer: Any) -> None:
     layer.mlp.register_forward_pre_hook(lambda _module, args: (args[0] * 1.0,))
 
@@ -79,6 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], None], int]] = {
     "config": (DENSE, config, STEPS - CHANGED),
     "method": (DENSE, method, STEPS - CHANGED),
     "coefficient": (MOE, coefficient, STEPS - CHANGED),
+    "list in place": (MOE | LISTED, list_in_place, STEPS - CHANGED),
     "hook": (MOE, hook, STEPS - CHANGED),
     "loss scale": (MOE, loss_scale, STEPS - CHANGED),
     "compiled": (DENSE, compiled, STEPS - CHANGED),
@@ -89,7 +96,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], None], int]] = {
 
 
 def trained(name: str, graphs: bool) -> tuple[list[Any], int]:
-    shape, change, _ = CASES[name]
+    shape, change, _ = deepcopy(CASES[name])
     numbers, mismatched = [], 0
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     with trainer_of(CpuModelConfig(**shape), graphs=graphs) as trainer:
