@@ -302,6 +302,10 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         1,
         "own forward of act was none",
     ),
+    "forward: compiled": (
+        lambda unit: unit.act.compile(backend="eager"),
+        *(1, "what compiles act was none"),
+    ),
     "hooks": (
         lambda unit: unit.act.register_forward_hook(lambda _module, _args, out: out * 2),
         *(1, "module act was without hooks at capture and is with tests.unit.replay"),
