@@ -49,7 +49,7 @@ class TimedGuard:
             clauses: dict[str, Callable[[], Any]] = {
                 "inputs": partial(guard.inputs.broken, args, kwargs),
                 "modes": guard._read_modes,
-                "objects, key sets, frozen": guard._broken_object,
+                "objects, key sets, frozen": guard._objects.broken,
                 "hooks": guard._hooks.broken,
                 "memory, forward": partial(guard.addresses.broken, forward=True),
                 "all, forward": partial(guard.broken, args, kwargs),

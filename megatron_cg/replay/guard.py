@@ -105,6 +105,8 @@ CAUSES = {
     "whole steps.",
     "recorded": "The model was called with output_attentions, output_router_logits or the like, "
     "and a replay runs no hook inside. Call it without in training, also in its config.",
+    "setting": "Code of the layer reads it, and a replay runs no code. Set it before the capture, "
+    "or delete the graphs and capture again.",
     "hooks": "A replay runs no Python of the modules inside the graph, so such a hook is not "
     "called. Put it on the layer itself, where it runs around every replay.",
 }
@@ -377,29 +379,11 @@ class Hooks:
         return None
 
 
-class Guard:
-    """The table of one graph.
+class Objects:
+    """Rows of objects, plain values and keys, which are as they were when this was made."""
 
-    The modes must now be those of forward passes, but for the backend's state of numerics, such as
-    TE's FP8 recipe: that of capture is ``captured_numerics``, and ``numerics`` returns the current
-    one. ``autocast`` is :func:`autocast_of` backward passes.
-    """
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        addresses: Addresses,
-        *,
-        objects: Iterable[Entry],
-        key_sets: Iterable[KeySet],
-        hooks: Hooks,
-        captured_numerics: Any,
-        numerics: Callable[[], Any],
-        device_type: str,
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.inputs, self.addresses = inputs, addresses
-        self._entries = tuple(objects)
+    def __init__(self, entries: Iterable[Entry], key_sets: Iterable[KeySet]) -> None:
+        self._entries = tuple(entries)
         self._objects = [(e.holder, e.key, e.holder.get(e.key)) for e in self._entries]
         containers = {
             n: Contents(v) for n, (_, _, v) in enumerate(self._objects) if is_container(v)
@@ -409,36 +393,9 @@ class Guard:
         self._keys = [key_set.keys for key_set in self._key_sets]
         self._sizes = [len(keys) for keys in self._keys]
         self._known = [frozenset(keys) for keys in self._keys]
-        self._hooks = hooks
-        self._device_type, self._autocast = device_type, autocast
-        self._numerics = numerics
-        self._modes = (*self._read_modes()[:-1], captured_numerics)
 
-    def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
-        """What forbids a forward replay with these arguments, or None."""
-        mismatch = self.inputs.broken(args, kwargs)
-        if mismatch is None and (now := self._read_modes()) != self._modes:
-            mismatch = self._other_mode(now)
-        return mismatch or self._broken_object() or self.addresses.broken(forward=True)
-
-    def broken_in_backward(self) -> Mismatch | None:
-        if (now := autocast_of(self._device_type)) != self._autocast:
-            subject = f"torch.autocast for {self._device_type} in the backward pass"
-            return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
-        return self.addresses.broken(forward=False)
-
-    def _read_modes(self) -> tuple[Any, ...]:
-        """In the order of ``_MODES``: what Python code follows, and a replay does not."""
-        return (
-            autocast_of(self._device_type),
-            torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_default_dtype(),
-            _around(),
-            self._numerics(),
-        )
-
-    def _broken_object(self) -> Mismatch | None:
+    def broken(self) -> Mismatch | None:
+        """The first that is not as it was."""
         for number, (holder, key, same) in enumerate(self._objects):
             if holder.get(key) is not same and (other := self._other_object(number)) is not None:
                 return other
@@ -446,16 +403,8 @@ class Guard:
             value = self._objects[number][2]
             if not contents.are_in(value):
                 return self._changed(number, value, "with other contents")
-        if list(map(len, self._keys)) != self._sizes and (other := self._other_keys()) is not None:
-            return other
-        return self._hooks.broken()
-
-    def _other_mode(self, now: tuple[Any, ...]) -> Mismatch | None:
-        for name, before, after in zip(_MODES, self._modes, now, strict=True):
-            if before != after:
-                autocast = f"torch.autocast for {self._device_type}"
-                subject = {"autocast": autocast, "fp8": "the FP8 state"}.get(name, name)
-                return _mismatch(name, subject, _switch(before), _switch(after))
+        if list(map(len, self._keys)) != self._sizes:
+            return self._other_keys()
         return None
 
     def _other_object(self, number: int) -> Mismatch | None:
@@ -491,6 +440,67 @@ class Guard:
                 was, now = ("absent", "there") if is_there else ("there", "absent")
                 return _mismatch(key_set.clause, f"{key_set.what}{named[0]}", was, now)
             self._sizes[number], self._known[number] = len(key_set.keys), frozenset(key_set.keys)
+        return None
+
+
+class Guard:
+    """The table of one graph.
+
+    The modes must now be those of forward passes, but for the backend's state of numerics, such as
+    TE's FP8 recipe: that of capture is ``captured_numerics``, and ``numerics`` returns the current
+    one. ``autocast`` is :func:`autocast_of` backward passes.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        addresses: Addresses,
+        *,
+        objects: Iterable[Entry],
+        key_sets: Iterable[KeySet],
+        hooks: Hooks,
+        captured_numerics: Any,
+        numerics: Callable[[], Any],
+        device_type: str,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.inputs, self.addresses = inputs, addresses
+        self._objects, self._hooks = Objects(objects, key_sets), hooks
+        self._device_type, self._autocast = device_type, autocast
+        self._numerics = numerics
+        self._modes = (*self._read_modes()[:-1], captured_numerics)
+
+    def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
+        """What forbids a forward replay with these arguments, or None."""
+        mismatch = self.inputs.broken(args, kwargs)
+        if mismatch is None and (now := self._read_modes()) != self._modes:
+            mismatch = self._other_mode(now)
+        mismatch = mismatch or self._objects.broken() or self._hooks.broken()
+        return mismatch or self.addresses.broken(forward=True)
+
+    def broken_in_backward(self) -> Mismatch | None:
+        if (now := autocast_of(self._device_type)) != self._autocast:
+            subject = f"torch.autocast for {self._device_type} in the backward pass"
+            return _mismatch("autocast", subject, _switch(self._autocast), _switch(now))
+        return self.addresses.broken(forward=False)
+
+    def _read_modes(self) -> tuple[Any, ...]:
+        """In the order of ``_MODES``: what Python code follows, and a replay does not."""
+        return (
+            autocast_of(self._device_type),
+            torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+            _around(),
+            self._numerics(),
+        )
+
+    def _other_mode(self, now: tuple[Any, ...]) -> Mismatch | None:
+        for name, before, after in zip(_MODES, self._modes, now, strict=True):
+            if before != after:
+                autocast = f"torch.autocast for {self._device_type}"
+                subject = {"autocast": autocast, "fp8": "the FP8 state"}.get(name, name)
+                return _mismatch(name, subject, _switch(before), _switch(after))
         return None
 
 

@@ -34,7 +34,7 @@ from megatron_cg.errors import (
     ranged,
 )
 from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.settings import Settings, Switches
+from megatron_cg.replay.settings import Switches, settings_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import different
 
@@ -213,7 +213,7 @@ class MismatchPolicy:
         """Other units with a mismatch that was reported, to be named together."""
         self.units: Sequence[Unit] = ()
         """Those of the capture. Their settings are those of its first step."""
-        self._switches, self._settings = Switches(), Settings(())
+        self._switches, self._settings = Switches(), settings_of(())
         self.other_switch: Mismatch | None = None
         """What says that a switch of torch or a setting of a module has changed, in this step."""
 
@@ -229,7 +229,7 @@ class MismatchPolicy:
         self._now.clear()
         self.verifications.begin_step()
         if self.units:
-            self._settings, self.units = Settings(self.units), ()
+            self._settings, self.units = settings_of(self.units), ()
         self.other_switch = self._switches.broken() or self._settings.broken()
 
     @property

@@ -18,16 +18,15 @@ Note [What counts]
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import partial
-from operator import call, is_
-from types import BuiltinFunctionType, FunctionType, MethodType
+from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_cg.replay.guard import CAUSES, Mismatch, described
-from megatron_cg.replay.plain import KNOWN, Contents, is_container, is_known, is_plain, same_value
+from megatron_cg.replay.guard import CAUSES, Entry, KeySet, Mismatch, Objects
+from megatron_cg.replay.plain import KNOWN, is_container, is_known, is_plain
 from megatron_cg.replay.unit import Unit
 
 SDPA = [f"{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn", "fa3")]
@@ -45,10 +44,8 @@ _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmeth
 _OF_MODULES = (float, str, *_FUNCTIONS)
 _OF_LOOPS = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
 """Fields of a config that are scheduled in training and read behind the layers."""
-_CAUSE = (
-    "Code of the layer reads it, and a replay runs no code. Set it before the capture, or delete "
-    "the graphs and capture again."
-)
+_CLAUSE, _CLASSES = "setting", SimpleNamespace(get=type)
+"""The class of an object, as a key, is a row like others."""
 
 
 class Switches:
@@ -91,78 +88,39 @@ def _told(read: Callable[..., Any], *operation: str) -> Any:
         return "fp32_precision"
 
 
-class Settings:
+def settings_of(units: Iterable[Unit]) -> Objects:
     """Those of the modules in the graphs of ``units``, as they are now."""
-
-    def __init__(self, units: Iterable[Unit]) -> None:
-        rows: list[tuple[Mapping[str, Any], str, str]] = []
-        self._owners: list[tuple[nn.Module, frozenset[str], str]] = []
-        seen: set[int] = set()
-        for unit in (one for one in units if not one.is_plain_module):
-            names = {module: name for name, module in unit.layer.named_modules()}
-            for module in (unit.layer, *unit.graphed):
-                if is_known(module, _PACKAGES) and id(module) not in seen:
-                    seen.add(id(module))
-                    where = f"{unit.name}, {names.get(module) or 'the layer itself'}"
-                    self._owners.append((module, frozenset(vars(module)), where))
-                    rows += _rows(vars(module), where, _OF_MODULES, own=module is unit.layer)
-                    rows += _shared_rows(module, seen)
-        self._rows = rows
-        self._reads, self._keys = [holder.get for holder, _, _ in rows], [key for _, key, _ in rows]
-        self._values = list(map(call, self._reads, self._keys))
-        containers = {n: v for n, v in enumerate(self._values) if is_container(v)}
-        self._contents = {n: Contents(value) for n, value in containers.items()}
-        self._texts = {n: described(value) for n, value in containers.items()}
-        self._shapes = [(type(module), len(keys)) for module, keys, _ in self._owners]
-
-    def broken(self) -> Mismatch | None:
-        """The first that has changed."""
-        if not all(map(is_, map(call, self._reads, self._keys), self._values)):
-            for number, (read, key) in enumerate(zip(self._reads, self._keys, strict=True)):
-                was, now = self._values[number], read(key)
-                if now is not was and not self._is_same(number, now):
-                    return self._changed(self._rows[number][2], described(was), now)
-                self._values[number] = now
-        for number, contents in self._contents.items():
-            if not contents.are_in(self._values[number]):
-                now = self._values[number]
-                return self._changed(self._rows[number][2], self._texts[number], now)
-        shapes = [(type(module), len(vars(module))) for module, _, _ in self._owners]
-        if shapes != self._shapes:
-            for (module, known, where), (kind, _) in zip(self._owners, self._shapes, strict=True):
-                if type(module) is not kind:
-                    return self._changed(f"the class of {where}", described(kind), type(module))
-                new = vars(module).keys() - known
-                for key in sorted(key for key in new if hasattr(kind, key)):
-                    was, now = described(getattr(kind, key)), vars(module)[key]
-                    return self._changed(f"{key} of {where}", was, now)
-        return None
-
-    def _is_same(self, number: int, now: Any) -> bool:
-        was, contents = self._values[number], self._contents.get(number)
-        if was is None and callable(now):
-            return True  # A loop gives a config its functions, for gradients and timers.
-        return same_value(was, now) if contents is None else contents.are_in(now)
-
-    def _changed(self, what: str, was: str, now: Any) -> Mismatch:
-        return Mismatch("setting", what, was, described(now), _CAUSE)
+    entries, key_sets, seen = list[Entry](), list[KeySet](), set[int]()
+    for unit in (one for one in units if not one.is_plain_module):
+        names = {module: name for name, module in unit.layer.named_modules()}
+        for module in (unit.layer, *unit.graphed):
+            if is_known(module, _PACKAGES) and id(module) not in seen:
+                seen.add(id(module))
+                where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
+                # The replay replaces the forward of the layer itself.
+                skipped = ("forward",) if module is unit.layer else ()
+                entries += _of_kinds(own, where, _OF_MODULES, skipped)
+                entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
+                kind: Any = type(module)
+                key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind)))
+                entries += _shared(module, seen)
+    return Objects(entries, key_sets)
 
 
-def _rows(
-    holder: Mapping[str, Any], where: str, kinds: tuple[type, ...], *, own: bool = False
-) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """Of a layer itself without its forward, which the replay replaces."""
+def _of_kinds(
+    holder: Mapping[str, Any], where: str, kinds: tuple[type, ...], skipped: Sequence[str] = ()
+) -> Iterator[Entry]:
     for key, value in holder.items():
-        if isinstance(value, kinds) and not (own and key == "forward"):
-            yield holder, key, f"{key} of {where}"
+        if isinstance(value, kinds) and key not in skipped:
+            yield Entry(holder, key, _CLAUSE, f"{key} of {where}")
 
 
-def _shared_rows(module: nn.Module, seen: set[int]) -> Iterator[tuple[Mapping[str, Any], str, str]]:
+def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
     """Of the classes of a module and of its config, unless they are in ``seen``."""
     for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
         if id(kind) not in seen:
             seen.add(id(kind))
-            yield from _rows(vars(kind), f"class {kind.__name__}", _FUNCTIONS)
+            yield from _of_kinds(vars(kind), f"class {kind.__name__}", _FUNCTIONS)
     config = getattr(module, "config", None)
     config = getattr(config, "__dict__", {}).get("_config", config)
     if is_dataclass(config) and id(config) not in seen:
@@ -170,4 +128,22 @@ def _shared_rows(module: nn.Module, seen: set[int]) -> Iterator[tuple[Mapping[st
         for key, value in vars(config).items():
             counts = is_plain(value) or is_container(value) or key == "activation_func"
             if counts and key not in _OF_LOOPS:
-                yield vars(config), key, f"{key} of the model's {type(config).__name__}"
+                holder = vars(config) if value is not None else _NotGiven(vars(config))
+                what = f"{key} of the model's {type(config).__name__}"
+                yield Entry(holder, key, _CLAUSE, what)
+
+
+@cache
+def _names_of(kind: type) -> frozenset[str]:
+    return frozenset(dir(kind))
+
+
+class _NotGiven:
+    """Fields of a config without a value. A loop gives it functions, for gradients and timers."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def get(self, key: str) -> Any:
+        value = self._fields.get(key)
+        return None if callable(value) else value

@@ -305,12 +305,12 @@ class MegatronUnit(Unit):
 
     def entries(self) -> list[Entry]:
         tracker: Any = getattr(sys.modules.get(_METRICS), _TRACKER, None)
-        scaler = _SCALER.find()  # Of others, such as MTP's, each step sets the scale anew.
-        rows = [Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}")]
         if tracker is None:  # No router has recorded anything.
             return []
         what = "Megatron's MoE metrics tracker"
-        rows += [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
+        rows = [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
+        scaler = _SCALER.find()  # Of others, such as MTP's, each step sets the scale anew.
+        rows.append(Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}"))
         for name, entry in tracker.metrics.items():
             what = f"the tensor of the MoE metric {name}"
             rows.append(Entry(vars(entry), "values", "metrics", what))
