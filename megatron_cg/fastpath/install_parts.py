@@ -119,15 +119,15 @@ def install_for(
     replays: Sequence[ReplayFunction],
 ) -> FastPath | None:
     """Install what is applicable to a sharding by Megatron-FSDP or FSDP2; None for any other."""
-    scratch = IdlePool(backend.pool) if backend.pool is not None else None
-    if sharding.groups:
-        return install_under_v2(sharding.groups, scratch, optimizers, replays)
     if sharding.opens_spans:
         with _installing(sharding.wrapped) as path:
             path.add("spans", under_v2.skip_spans)
         return path
-    if sharding.megatron_fsdp is None:
+    if not sharding.groups and sharding.megatron_fsdp is None:
         return None
+    scratch = IdlePool(backend.pool) if backend.pool is not None else None
+    if sharding.groups:
+        return install_under_v2(sharding.groups, scratch, optimizers, replays)
     return install(sharding.megatron_fsdp, scratch, optimizers, graphed, replays)
 
 
