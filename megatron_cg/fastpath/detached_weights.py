@@ -32,8 +32,7 @@ Note [Nodes that are kept]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any, Protocol
 
@@ -43,8 +42,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS
+from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS, in_backward_pass
 from megatron_cg.replay.guarded_graph import ReplayFunction
+from megatron_cg.upstream.patch import Undo, combined_undo
 from megatron_cg.upstream.symbols import Symbol
 
 _EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")
@@ -66,10 +66,11 @@ class Taker(Protocol):
     ) -> None: ...
 
 
+@combined_undo
 def detach_in_graphs(
     detached: DetachedWeights, replays: Sequence[ReplayFunction], launched: Callable[[], None]
-) -> Callable[[], None]:
-    """Detach the weights of graphs from autograd; returns the undo.
+) -> Iterator[Undo]:
+    """Detach the weights of graphs from autograd.
 
     ``replays`` says how autograd sees each graph. ``launched`` is called after each forward replay.
 
@@ -79,13 +80,11 @@ def detach_in_graphs(
         raise NotApplicableError("there are no graphs")
     for symbol in RELIES_ON:  # Now, and not in the first replay.
         symbol.find()
-    with ExitStack() as undo:
-        undo.callback(detached.close)
-        for replay in replays:
-            replacement = _Replacement(replay, detached, launched)
-            undo.callback(replay.replace(replacement))
-            undo.callback(replacement.end)
-        return undo.pop_all().close
+    yield detached.close
+    for replay in replays:
+        replacement = _Replacement(replay, detached, launched)
+        yield replay.replace(replacement)
+        yield replacement.end
 
 
 class _Replacement:
@@ -99,31 +98,26 @@ class _Replacement:
     ) -> None:
         self._replay, self._launched = replay, launched
         self._function, self._first = replay.function, replay.first_weight
-        self._detached = weakref.ref(detached)
-        self._ended = False
+        self._detached: Callable[[], DetachedWeights | None] = weakref.ref(detached)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_function"], name)
 
     def end(self) -> None:
         """Detach nothing any more, even if something still refers to this object."""
-        self._ended = True
+        self._detached = self._launched = lambda: None
 
     def apply(self, *args: Any) -> Any:
-        outputs = self._apply(args)
-        if not self._ended:
-            self._launched()
-        return outputs
-
-    def _apply(self, args: Sequence[Any]) -> Any:
-        tail, detached = args[self._first :], self._detached()
-        if self._ended or detached is None or not torch.is_grad_enabled():
-            return self._function.apply(*args)
-        weights = detached.together(tail)
+        tail = args[self._first :]
+        detached = self._detached() if torch.is_grad_enabled() else None
+        weights = None if detached is None else detached.together(tail)
         if weights is None:
-            return self._function.apply(*args)
-        apply: Callable[..., Any] = _Detached.apply
-        return apply(self, weights, tail, weights.leaf, *args[: self._first])
+            outputs = self._function.apply(*args)
+        else:
+            apply: Callable[..., Any] = _Detached.apply
+            outputs = apply(self, weights, tail, weights.leaf, *args[: self._first])
+        self._launched()
+        return outputs
 
     def backward(self, ctx: Any, *gradients: Any) -> Any:
         """Return gradients in the graph's own memory; see :class:`.ReplayFunction`."""
@@ -171,12 +165,11 @@ class DetachedWeights:
             return None
         weights = self._of.get(id(tail[0]))
         if weights is not None and not weights.are(tail):
-            if weights.are_used():
+            if weights.calls:
                 return None  # its calls and this one may belong to one pass
             self._of.pop(id(tail[0])).close()
             weights = None
-        if weights is None:
-            weights = self._add(tail)
+        weights = weights or self._add(tail)
         return weights if weights is not None and weights.may_be_detached() else None
 
     def close(self) -> None:
@@ -207,11 +200,9 @@ class DetachedParams:
         self.parameters = [tail[place] for place in needed]
         self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
         """See Note [Passes that name their inputs]."""
-        self._executes: Callable[[Any], bool] = _EXECUTES.find()
-        self._number_of_pass: Callable[[], int] = CURRENT_PASS.find()
         self._of_leaf = get_gradient_edge(self.leaf).node
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
-        self._calls: list[weakref.ref[Any]] = []
+        self.calls = weakref.WeakSet[Any]()
         """Nodes of calls that a backward pass may reach."""
         self._before: dict[int, list[torch.Tensor | None]] = {}
         """Gradient sums of the calls that a backward pass has reached, by the pass's number."""
@@ -234,27 +225,20 @@ class DetachedParams:
 
     def is_used_by(self, node: Any) -> None:
         """Record a call whose backward pass may follow."""
-        self._calls = [call for call in self._calls if call() is not None]
-        self._calls.append(weakref.ref(node))
-        if self._number_of_pass() == NO_PASS:
+        self.calls.add(node)
+        if not in_backward_pass():
             self._before.clear()
 
-    def are_used(self) -> bool:
-        return any(call() is not None for call in self._calls)
-
     def is_still_to_come(self) -> bool:
-        now = self._number_of_pass()
-        if now == NO_PASS:
+        if not in_backward_pass():
             return False
-        calls = (call() for call in self._calls)
-        return any(
-            node is not None and node.computed_in != now and self._executes(node) for node in calls
-        )
+        now, executes = CURRENT_PASS.cached(), _EXECUTES.cached
+        return any(node.computed_in != now and executes(node) for node in self.calls)
 
     def computed(self, node: Any, gradients: Gradients) -> None:
         """Take a replay's gradients of all its last arguments; see the notes above."""
-        now = node.computed_in = self._number_of_pass()
-        if not self._executes(self._of_leaf):
+        now = node.computed_in = CURRENT_PASS.cached()
+        if not _EXECUTES.cached(self._of_leaf):
             raise FastPathError(
                 "A backward pass that names its inputs, as torch.autograd.grad does, reached a "
                 "graph. The FSDP fast path has detached its weights from autograd, and does not "
@@ -273,12 +257,9 @@ class DetachedParams:
         if before is not None:
             total = list(map(_sum, before, total))
         if self.is_still_to_come():
-            self._before[now] = [
-                None if gradient is None else gradient.clone() for gradient in total
-            ]
+            self._before[now] = [one if one is None else one.clone() for one in total]
         else:
-            used = [self._executes(node) for node in self._nodes]
-            self._taker.take_detached(self._together, total, used)
+            self._taker.take_detached(self._together, total, [*map(_EXECUTES.cached, self._nodes)])
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

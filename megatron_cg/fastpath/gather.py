@@ -36,7 +36,6 @@ Note [One order over all communicators]
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
@@ -45,7 +44,7 @@ from torch import nn
 
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
 from megatron_cg.fsdp.roles import fsdp_function
-from megatron_cg.upstream.patch import Undo, replace_function, replace_function_in_cell, wrap_method
+from megatron_cg.upstream import patch
 
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
 _GATHER = "all_gather_params"
@@ -85,7 +84,8 @@ class DeferredPrefetch:
         self._beside: Any = None
         """A stream that waits for no more than that."""
 
-    def install(self, fsdp: Any, graphed: Collection[nn.Module]) -> Undo:
+    @patch.combined_undo
+    def install(self, fsdp: Any, graphed: Collection[nn.Module]) -> Iterator[patch.Undo]:
         """Hold what ``fsdp`` prefetches before the forward pass of a unit that begins with a graph.
 
         ``graphed`` are the modules inside graphs, whose launches call :meth:`launched`.
@@ -114,11 +114,9 @@ class DeferredPrefetch:
             self._since.record()
             self._held = partial(gather, params, prefetch=True, **options)
 
-        with ExitStack() as undo:
-            undo.callback(self.drop)
-            undo.callback(wrap_method(fsdp, "forward", before=self.drop))
-            undo.callback(replace_function(pipeline, _GATHER, all_gather_params))
-            return undo.pop_all().close
+        yield self.drop
+        yield patch.wrap_method(fsdp, "forward", before=self.drop)
+        yield patch.replace_function(pipeline, _GATHER, all_gather_params)
 
     def launched(self) -> None:
         """Issue what is held, after a graph was launched on the stream of the forward pass."""
@@ -165,8 +163,9 @@ class CachedParameters(list[nn.Parameter]):
         return iter(self.shown)
 
 
-def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Undo:
-    """Replace the walks over parameters before and after a unit's passes; returns the undo.
+@patch.combined_undo
+def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Iterator[patch.Undo]:
+    """Replace the walks over parameters before and after a unit's passes.
 
     Gathers that ``deferred`` holds are issued at the latest when a unit is released.
 
@@ -177,10 +176,11 @@ def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Undo:
         raise NotApplicableError("the sharding strategy is no_shard, in which nothing is unsharded")
     store, is_float8 = fsdp.param_and_grad_buffer, float8_test(fsdp)
     functions = list(hook_functions(fsdp))
-    listed, release = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
+    listed, releasing = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
     # Megatron-FSDP's hooks run only in forward and backward passes, when modules hold their raw
     # parameters. So a list stays valid until the model is wrapped again.
-    bucket_of, megatrons_list = store.param_to_param_group.__getitem__, listed.cell_contents
+    bucket_of = store.param_to_param_group.__getitem__
+    megatrons_list, release = listed.cell_contents, releasing.cell_contents
 
     @cache
     def list_of_unit(module: nn.Module, direction: str) -> CachedParameters:
@@ -190,17 +190,22 @@ def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Undo:
     def all_of_unit(module: nn.Module) -> CachedParameters:
         return CachedParameters(list(module.parameters()), bucket_of, is_float8)
 
-    with ExitStack() as undo:
-        undo.callback(replace_function_in_cell(listed, list_of_unit))
-        released = _released(release.cell_contents, all_of_unit, deferred)
-        undo.callback(replace_function_in_cell(release, released))
-        gather = "all_gather_and_wait_parameters_ready"
-        undo.callback(replace_function(fsdp, gather, _gathered(getattr(fsdp, gather))))
-        for group in store.parameter_groups:
-            buffer = group.model_weight_buffer
-            if buffer is not None and not any(map(is_float8, group.params)):
-                undo.callback(replace_function(buffer, "fetch_bucket", _fetched(buffer)))
-        return undo.pop_all().close
+    def release_module_parameters(
+        module: nn.Module, bwd: bool, lazy: bool = False, *unused: Any
+    ) -> None:
+        if not bwd:
+            # For a unit that launched no graph; before any bucket of it is freed or kept.
+            deferred.issue()
+        release(all_of_unit(module), bwd, lazy)
+
+    yield patch.replace_function_in_cell(listed, list_of_unit)
+    yield patch.replace_function_in_cell(releasing, release_module_parameters)
+    gather = "all_gather_and_wait_parameters_ready"
+    yield patch.replace_function(fsdp, gather, _gathered(getattr(fsdp, gather)))
+    for group in store.parameter_groups:
+        buffer = group.model_weight_buffer
+        if buffer is not None and not any(map(is_float8, group.params)):
+            yield patch.replace_function(buffer, "fetch_bucket", _fetched(buffer))
 
 
 def _gathered(original: Callable[..., None]) -> Callable[..., None]:
@@ -220,22 +225,6 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
                 parameter.overwrite_main_grad = params.shown[0].overwrite_main_grad
 
     return all_gather_and_wait_parameters_ready
-
-
-def _released(
-    original: Callable[..., None],
-    all_of_unit: Callable[[nn.Module], CachedParameters],
-    deferred: DeferredPrefetch,
-) -> Callable[..., None]:
-    def release_module_parameters(
-        module: nn.Module, bwd: bool, lazy: bool = False, *unused: Any
-    ) -> None:
-        if not bwd:
-            # For a unit that launched no graph; before any bucket of it is freed or kept.
-            deferred.issue()
-        original(all_of_unit(module), bwd, lazy)
-
-    return release_module_parameters
 
 
 def _fetched(buffer: Any) -> Callable[..., Any]:
