@@ -159,12 +159,7 @@ def available_scopes(run: RunArguments) -> tuple[frozenset[str], ...] | None:
 
 
 def _expert_layers(run: RunArguments, num_layers: int) -> tuple[bool, ...] | None:
-    if not run.num_experts:
-        return (False,) * num_layers
-    if isinstance(run.moe_layer_freq, int):
-        if run.moe_layer_freq < 1:
-            return None
-        return tuple(index % run.moe_layer_freq == 0 for index in range(num_layers))
-    if len(run.moe_layer_freq) != num_layers:
-        return None
-    return tuple(bool(is_expert) for is_expert in run.moe_layer_freq)
+    frequency = run.moe_layer_freq if run.num_experts else (0,) * num_layers
+    if not isinstance(frequency, int):
+        return tuple(map(bool, frequency)) if len(frequency) == num_layers else None
+    return tuple(n % frequency == 0 for n in range(num_layers)) if frequency > 0 else None

@@ -42,11 +42,12 @@ def _flags_without_effect(given: Configuration) -> list[Facts]:
 
 
 def _without_their_extension(given: Configuration) -> list[Facts]:
-    settings = vars(given.run) if given.run.wants_graphs else {}
-    asked = extensions.asked_of(given.environment.without, settings | vars(given.graph))
+    settings = (vars(given.run) if given.run.wants_graphs else {}) | vars(given.graph)
     return [
         {"folder": folder, "setting": flag_of(field), "value": value}
-        for folder, field, value in asked
+        for folder in given.environment.without
+        for field, values in extensions.EXTENSIONS[folder].items()
+        if (value := settings.get(field)) is not None and (not values or value in values)
     ]
 
 
@@ -450,16 +451,15 @@ def violations(
     )
 
 
-def notices(run: RunArguments, environment: Environment) -> tuple[str, ...]:
+def notices(run: RunArguments, environment: Environment) -> Iterator[str]:
     if not run.wants_graphs:
-        return ()
-    lines = list(unseen_versions(environment))
+        return
+    yield from unseen_versions(environment)
     if not run.te_rng_tracker:
-        lines.append(
+        yield (
             "--te-rng-tracker was not given and Megatron turns it on for graphs. An eager run "
             "draws the same weights and dropout masks only with --te-rng-tracker."
         )
-    return tuple(lines)
 
 
 def unseen_versions(environment: Environment) -> Iterator[str]:

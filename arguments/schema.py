@@ -380,9 +380,8 @@ class Environment:
     @classmethod
     def read(cls, backend: str = TRANSFORMER_ENGINE) -> Self:
         """The environment of this process, from what it imports and ``os.environ``."""
-        versions = {name: installed_version(name) for name in PACKAGES}
         return cls(
-            versions={name: version for name, version in versions.items() if version is not None},
+            versions={name: found for name in PACKAGES if (found := installed_version(name))},
             variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
             backend=backend,
             lacks_device_counts=lacks_device_counts(),

@@ -69,16 +69,6 @@ def is_installed(name: str) -> bool:
     return full in sys.modules or find_spec(full) is not None
 
 
-def asked_of(names: Iterable[str], given: Mapping[str, object]) -> list[tuple[str, str, object]]:
-    """(extension, field, value) of each setting that needs one of these extensions."""
-    return [
-        (name, field, value)
-        for name in names
-        for field, values in EXTENSIONS[name].items()
-        if (value := given.get(field)) is not None and (not values or value in values)
-    ]
-
-
 class ExtensionMissingError(MegatronCGError, ImportError):
     """What was called needs an extension that is not installed."""
 

@@ -106,7 +106,7 @@ def _goes_into_layers(config: Any) -> bool:
 
 
 @combined_undo
-def recompute_in_layers(model: nn.Module, inputs: ObservedInputs | None = None) -> Iterator[Undo]:
+def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[Undo]:
     """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
 
     Does nothing to a model that does not recompute whole layers. Call it before a capture, between
@@ -119,11 +119,10 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs | None = None) 
         for caller in model.modules()
         if isinstance(caller, _CALLERS) and recomputes_layers(caller.config)
     ]
-    if inputs is not None:
-        # Behind the first layer no input lacks a gradient that its own has.
-        begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
-        if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):
-            raise ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, _LOST))])
+    # Behind the first layer no input lacks a gradient that its own has.
+    begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
+    if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):
+        raise ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, _LOST))])
     for caller in callers:
         yield from map(_recompute, _recomputed(caller))
         plain = LayerConfig(caller.config, recompute_granularity=None)

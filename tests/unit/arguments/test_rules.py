@@ -76,7 +76,7 @@ def test_torchs_grouped_gemm_is_checked_without_graphs_too() -> None:
 def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any]) -> None:
     run = dataclasses.replace(GOOD_RUN, fsdp_double_buffer=False, bf16=False, **change)
     assert violations(run, GraphArguments(cg_record="records"), Environment()) == ()
-    assert notices(run, Environment(versions={"torch": "3.0"})) == ()
+    assert list(notices(run, Environment(versions={"torch": "3.0"}))) == []
     graph = GraphArguments(cg_layers=("attn:0-3",), cg_verify_interval=5)
     (violation,) = violations(run, graph, Environment())
     assert violation.rule == "flags-without-graphs"
@@ -84,7 +84,7 @@ def test_no_rule_looks_at_a_run_without_layerwise_graphs(change: dict[str, Any])
 
 
 def test_unseen_versions_and_the_random_tracker_are_noticed() -> None:
-    assert notices(GOOD_RUN, GOOD_ENVIRONMENT) == ()
+    assert list(notices(GOOD_RUN, GOOD_ENVIRONMENT)) == []
     versions = {**GOOD_ENVIRONMENT.versions, "torch": "2.12.0", "megatron-fsdp": "0.7.0"}
     environment = dataclasses.replace(GOOD_ENVIRONMENT, versions=versions)
     run = dataclasses.replace(GOOD_RUN, te_rng_tracker=False)

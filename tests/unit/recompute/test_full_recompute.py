@@ -237,7 +237,7 @@ def block(one_rank: None, allowed: None) -> Any:
 
 def test_everything_is_put_back(block: Any) -> None:
     before = [dict(vars(module)) for module in (block, *block.layers)]
-    undo = recompute_in_layers(block)
+    undo = recompute_in_layers(block, ObservedInputs([]))
     assert block.config.recompute_granularity is None
     assert block.config.recompute_method == "block" and block.config.num_layers == 2
     assert block.layers[0].config.recompute_granularity == "full"
@@ -296,7 +296,7 @@ def passes_of(block: Any) -> Iterator[list[tuple[bool, bool]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer, "_forward_mlp", forward)
-        undo = recompute_in_layers(block)
+        undo = recompute_in_layers(block, ObservedInputs([]))
         yield ran
         undo()
 
