@@ -182,14 +182,6 @@ def counters() -> list[Counters]:
     return [] if _enabled is None else [one.controller.counters for one in _enabled.helpers]
 
 
-def settings_now() -> GraphArguments:
-    """The settings of a user's own loop. Raises ConfigurationError if it cannot have them."""
-    now = GraphArguments() if _enabled is None else _enabled.settings
-    if now.cg_record and not is_recorded():
-        raise ConfigurationError([_NOT_RECORDED])
-    return now
-
-
 @combined_undo
 def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Iterator[Undo]:
     """Let models that are built from now on compute as these settings say; returns the undo."""
@@ -314,7 +306,8 @@ class _Enabled:
             failed.callback(agreement.close)
             # Megatron's loop has checked its flags.
             if in_own_loop and all(given["config"] is not config for config in self.checked):
-                settings = settings_now()
+                if settings.cg_record and not is_recorded():
+                    raise ConfigurationError([_NOT_RECORDED])
                 if not given.get("optimizers"):
                     raise ConfigurationError([_NO_OPTIMIZERS])
                 check_model(model, given["optimizers"][-1], settings, backend.name)

@@ -264,7 +264,8 @@ def test_settings_of_enable_are_the_defaults_of_flags(our_rules_alone: None) -> 
     megatron_cg.enable(verify_interval=5, layers=["attn:1"], fast_path=False)
     arguments.validate_args(parse("--use-megatron-fsdp"), {})  # a run without graphs
     arguments.validate_args(parse(*GRAPHS, "--cg-layers", "attn:2"), {})
-    assert patches.settings_now() == GraphArguments(
+    assert patches._enabled is not None
+    assert patches._enabled.settings == GraphArguments(
         cg_verify_interval=5, cg_layers=("attn:2",), cg_no_fsdp_fast_path=True
     )
     with pytest.raises(ConfigurationError, match="no effect"):
