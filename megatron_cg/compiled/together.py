@@ -76,8 +76,6 @@ _SUPPRESS = _dynamo(
     "config:suppress_errors", "whether Dynamo goes on in eager after an error, ours included"
 )
 RELIES_ON = (_SET_HOOK, _BEGIN, _EXCHANGE, _STATE, _MET, _RESTART, _WRAPPED, _DYNAMIC, _SUPPRESS)
-
-
 _REMEDY = (
     "Call the same compiled regions in the same order on all ranks; what one rank alone evaluates "
     "or logs calls the module that is not compiled."

@@ -163,10 +163,6 @@ def _devices() -> _Contexts:
         yield replaced(torch.cuda, name, value)
 
 
-def _no_context(*_args: object, **_options: object) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def _cuda_names() -> dict[str, object]:
     """Return a replacement without a GPU for each name of ``torch.cuda`` that Megatron uses."""
     stream = FakeStream()
@@ -174,8 +170,8 @@ def _cuda_names() -> dict[str, object]:
         **_rng_functions("get_rng_state", "set_rng_state"),
         "Stream": FakeStream,
         "Event": FakeEvent,
-        "stream": _no_context,
-        "device": _no_context,
+        "stream": lambda *_a, **_k: nullcontext(),
+        "device": lambda *_a, **_k: nullcontext(),
         "current_stream": lambda *_a, **_k: stream,
         "default_stream": lambda *_a, **_k: stream,
         "synchronize": lambda *_a, **_k: host_waits("torch.cuda.synchronize"),

@@ -1,7 +1,6 @@
 """A backend without a GPU: it records ATen operations on a tape instead of a CUDA graph.
 
-Warmup, the order of passes, hooks and the life of results are the driver's
-(``backends/driver.py``), which follows TE's contract.
+The driver does the rest (``backends/driver.py``), which follows TE's contract.
 
 As with a graph no Python of the module runs at a replay, arguments are addresses and not Python
 tensors, gradients of weights are tensors without an owner, memory is poisoned as soon as other
@@ -472,15 +471,11 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
     """Finish a collective before later operations read its result, as stream order would."""
-    if func.namespace == "_c10d_functional":
-        # A replay copies the result before it comes to the recorded wait_tensor.
-        for value in flat:
-            if isinstance(value, torch.Tensor):
-                torch.ops._c10d_functional.wait_tensor(value)
-    if func.namespace != "c10d":
-        return
     for value in flat:
-        if hasattr(value, "wait"):  # the collective's work, not a tensor
+        if func.namespace == "_c10d_functional" and isinstance(value, torch.Tensor):
+            # A replay copies the result before it comes to the recorded wait_tensor.
+            torch.ops._c10d_functional.wait_tensor(value)
+        elif func.namespace == "c10d" and hasattr(value, "wait"):  # its work, not a tensor
             value.wait()
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src import megatron_fsdp
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -175,19 +176,12 @@ class Trainer:
             self._fsdp = self.model.module
             self._fsdp._replace_param_with_distributed_if_needed()
         self._parameters = list(self._fsdp.parameters())
-        self._optimizer = self._made_optimizer()
+        self._optimizer: Any = torch.optim.Adam(self._parameters, lr=plan.learning_rate)
+        fsdp: Any = megatron_fsdp.experimental if plan.model.under_v2 else megatron_fsdp
+        fsdp.fully_shard_optimizer(self._optimizer)  # in place
         self._batches: Iterator[Any] = batches(plan)
         self._inputs = ObservedInputs(transformer_layers(self.model))
         self.session: Session | None = None
-
-    def _made_optimizer(self) -> Any:
-        from megatron.core.distributed.fsdp.src import megatron_fsdp
-
-        adam = torch.optim.Adam(self._parameters, lr=self.plan.learning_rate)
-        if self.plan.model.under_v2:
-            megatron_fsdp.experimental.fully_shard_optimizer(adam)  # in place
-            return adam
-        return megatron_fsdp.fully_shard_optimizer(adam)
 
     def step(self) -> tuple[float, float]:
         """Train one step; return the mean loss per token (all processes) and the gradient norm."""
