@@ -41,12 +41,10 @@ from megatron_cg.errors import WITHOUT_GRAPHS, CaptureError, NotRestoredError, P
 from megatron_cg.upstream.patch import replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
-_STORE = Symbol(
-    "torch.distributed.distributed_c10d:_get_default_store",
-    "where all ranks of the default group can write",
-)
+_C10D = "torch.distributed.distributed_c10d"
+_STORE = Symbol(f"{_C10D}:_get_default_store", "where all ranks of the default group can write")
 _NAME = Symbol(
-    "torch.distributed.distributed_c10d:_process_group_name",
+    f"{_C10D}:_process_group_name",
     "the name of a new group, equal on its ranks",
     parameters=("ranks", "use_hashed_name"),
 )
@@ -280,13 +278,12 @@ class Agreement:
         """A new gloo group; all of the ranks, and no others, call this together."""
         timeout = self._timeout
         self._wait_here()
+        # torch takes the number of the groups that this process knows into the name. Ranks of one
+        # group may be in other groups too, which differ.
+        named = replace_function(*_NAME.place(), lambda *_args, **_kwargs: self._name)
         made: dist.ProcessGroup
         try:
-            # torch takes the number of the groups that this process knows into the name. Ranks of
-            # one group may be in other groups too, which differ.
-            with undone_after(
-                replace_function(*_NAME.place(), lambda *_args, **_kwargs: self._name)
-            ):
+            with undone_after(named):
                 made = dist.new_group(self._ranks, timeout, "gloo", use_local_synchronization=True)
         except RuntimeError as error:
             absent = self._absent()

@@ -178,7 +178,7 @@ def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
 
     Raises UnknownFsdpHookError if the wrapper has no handler.
     """
-    handler: Any = None
+    handler: Callable[..., Any] | None = None
     if role is FsdpRole.WRAPS_PRE_BACKWARD:
         variables = inspect.getclosurevars(innermost(record.fn)).nonlocals
         handler = variables.get("custom_backward_handler")
@@ -187,8 +187,7 @@ def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
     if not callable(handler):
         distribution = fsdp_package_of(record.fn) or ""
         raise _unknown(record, distribution, "the backward handler it wraps cannot be found")
-    found: Callable[..., Any] = handler
-    return found
+    return handler
 
 
 def _unknown(record: HookRecord, distribution: str, why: str) -> UnknownFsdpHookError:

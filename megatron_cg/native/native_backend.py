@@ -1,8 +1,7 @@
 """CUDA graphs by ``torch.cuda.CUDAGraph``, without Transformer Engine.
 
 For plain modules, Megatron's local spec, and TE's modules without FP8. Warmup, the order of passes,
-hooks and the life of results are the driver's (``backends/driver.py``), which CI runs on
-the tape.
+hooks and the life of results are the driver's (``backends/driver.py``), which CI runs on the tape.
 
 Note [Gradients that are written elsewhere]
     With fused accumulation the backward pass adds a weight's gradient to ``weight.main_grad``

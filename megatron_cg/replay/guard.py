@@ -170,9 +170,8 @@ class Inputs:
     """Structure and metadata of one graph's inputs.
 
     They are taken from the samples, as they are after capture. ``names`` are those of positional
-    samples.
-    ``same_gradients`` says that all inputs that needed a gradient at capture must need one, and
-    ``any_stride_of_one`` that the stride of a dimension of size 1 does not matter.
+    samples. ``same_gradients`` says that all inputs that needed a gradient at capture must need
+    one, and ``any_stride_of_one`` that the stride of a dimension of size 1 does not matter.
     """
 
     def __init__(

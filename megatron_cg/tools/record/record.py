@@ -8,10 +8,9 @@ begins. ``train_step`` returns eight values: the first is the loss dictionary, t
 ``skipped_iter`` and the sixth the gradient norm. The first value of ``evaluate`` is a dictionary of
 losses.
 
-The recorder reads values after the step returns, so it cannot change what it records.
-A step's time ends when its losses are read, which waits for the optimizer.
-Python writes a float with as many digits as it takes to read the same bits back; a float holds any
-value of a smaller type.
+The recorder reads values after the step returns, so it cannot change what it records. A step's time
+ends when its losses are read, which waits for the optimizer. Python writes a float with as many
+digits as it takes to read the same bits back; a float holds any value of a smaller type.
 """
 
 from __future__ import annotations
