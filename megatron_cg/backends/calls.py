@@ -60,17 +60,33 @@ def has_wrapper(types: Iterable[type]) -> bool:
     return any(getattr(kind, "__torch_dispatch__", None) not in _PLAIN for kind in kinds)
 
 
-def run_inside(mode: TorchDispatchMode, func: HigherOrderOperator, args: Any, kwargs: Any) -> Any:
-    """Run a higher-order operator whose dispatch mode is off; the mode sees what it consists of.
+class CallMode(TorchDispatchMode):
+    """Calls :meth:`run` for each ATen call of its block on memory, those inside of others too.
 
-    An operator without such a body is not supported, as torch says then.
+    A higher-order operator without a body is not supported, as torch says then.
     """
-    body = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
-    if body is None:
-        return NotImplemented
-    with mode:
-        # Code that torch.compile calls would be compiled too.
-        return torch.compiler.disable(body)(*args, **kwargs)
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def run(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if has_wrapper(types):
+            return NotImplemented  # Its own operations come here.
+        if FakeTensor in types:
+            return func(*args, **kwargs)
+        if not isinstance(func, HigherOrderOperator):
+            return self.run(func, args, kwargs)
+        body = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+        if body is None:
+            return NotImplemented
+        with self:  # Code that torch.compile calls would be compiled too.
+            return torch.compiler.disable(body)(*args, **kwargs)
 
 
 Frames = Iterable[tuple[FrameType, int]]

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cg.backends import calls, driver
 from megatron_cg.backends.base import Backend, CaptureRequest
@@ -335,30 +333,17 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
         recorder.put_back()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(calls.CallMode):
     """Runs every ATen call below autograd and records it on the tape."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, tape: Tape, root: torch.nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tape, self._root = tape, root
         self._constants = ranks_of_meshes(root)
         """Storages whose values are made from numbers alone; see Note [Where a tensor is]."""
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if calls.has_wrapper(types):
-            return NotImplemented  # Its own operations are recorded.
-        kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return calls.run_inside(self, func, args, kwargs)
+    def run(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.lift_fresh.default:
             # The end of torch.tensor(...): its data is a constant, of which each replay has a copy.
             func, args = torch.ops.aten.clone.default, (args[0].clone(),)

@@ -28,12 +28,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cg.backends.calls import has_wrapper, place_of, run_inside, tensors_in, written
+from megatron_cg.backends.calls import CallMode, place_of, tensors_in, written
 from megatron_cg.backends.driver import StorageReference
 from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
@@ -78,17 +75,15 @@ _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
 """Packages whose frames lie between an operation and the code that called it."""
 
 
-class Operations(TorchDispatchMode):
+class Operations(CallMode):
     """Notes what memory operations in its block use; restores nothing by itself.
 
     ``root`` is the module whose passes run, for the places of calls. Memory with one of the keys
     ``parameters`` may hold something else after the pass.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, root: nn.Module, parameters: Collection[int | None] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._root, self._parameters = root, frozenset(parameters)
         self.made: dict[int, StorageReference] = {}
         """Memory that operations have made, by its key."""
@@ -124,20 +119,7 @@ class Operations(TorchDispatchMode):
         alive = (reference.storage() for reference in self.made.values())
         return [storage for storage in alive if storage is not None]
 
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if has_wrapper(types):
-            return NotImplemented  # Its own operations are seen here.
-        kwargs = kwargs or {}
-        if FakeTensor in types:
-            return func(*args, **kwargs)
-        if isinstance(func, HigherOrderOperator):
-            return run_inside(self, func, args, kwargs)
+    def run(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         given = list(tensors_in([args, *kwargs.values()]))
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...) has just made it.
             for tensor in given:
