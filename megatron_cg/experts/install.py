@@ -27,8 +27,8 @@ Note [Grouped GEMMs]
 """
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
@@ -258,9 +258,10 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         self._received = find_places(received, slot, rows, gaps=gaps)
 
 
+@patch.combined_undo
 def use_device_counts(
     bound: RowBound | None = None, *, by_peers: bool = False, gemm: KernelName = "torch"
-) -> patch.Undo:
+) -> Iterator[patch.Undo]:
     """Let models built from now on have experts whose token counts stay on the device.
 
     A model whose config captures whole MoE layers (``moe`` in ``cuda_graph_modules``) without drop
@@ -269,8 +270,6 @@ def use_device_counts(
     ``bound`` is of the rows that these layers exchange; whoever passes one has the steps repeated
     that exceed it. ``by_peers`` exchanges tokens by peer memory, which the layers of a group share.
     ``gemm`` computes the experts of any model; see Note [Grouped GEMMs].
-
-    Returns the undo.
 
     Raises:
         ConfigurationError: another kernel is in place already.
@@ -304,19 +303,17 @@ def use_device_counts(
             made.transport = of_group(made.ep_group)
         return made
 
-    with ExitStack() as undo:
-        if gemm == "torch":
-            undo.callback(patch.set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm))
-        else:
-            undo.callback(patch.run_instead(_LAYER_OF_TE, _by_one_kernel))
-            undo.callback(patch.run_instead(_PADS, _skips_padding))
-        _in_place.append(gemm)
-        undo.callback(partial(_in_place.remove, gemm))
-        undo.callback(patch.replace_function(*_DISPATCHER.place(), make_dispatcher))
-        if bound is not None and bound.stash is not None:
-            undo.callback(patch.run_instead(_COMPUTE, _keeping_rows))
-        undo.callback(allow_dropless_experts())
-        return undo.pop_all().close
+    if gemm == "torch":
+        yield patch.set_attribute(sys.modules[_TE], "_GroupedLinear", GroupedGemm)
+    else:
+        yield patch.run_instead(_LAYER_OF_TE, _by_one_kernel)
+        yield patch.run_instead(_PADS, _skips_padding)
+    _in_place.append(gemm)
+    yield partial(_in_place.remove, gemm)
+    yield patch.replace_function(*_DISPATCHER.place(), make_dispatcher)
+    if bound is not None and bound.stash is not None:
+        yield patch.run_instead(_COMPUTE, _keeping_rows)
+    yield allow_dropless_experts()
 
 
 def _keeping_rows(compute: Callable[..., Any], layer: Any, *args: Any, **named: Any) -> Any:

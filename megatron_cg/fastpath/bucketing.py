@@ -263,7 +263,6 @@ class BucketSlice:
     def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:
         self.bucket, self.weights, self.places = bucket, weights, places
         self.others = frozenset(weights[:-1])
-        """All weights but the last one."""
         self._shapes = [weight.shape for weight in weights]
         self._dtype = weights[0].dtype
 
@@ -436,16 +435,13 @@ class GradientBucketing:
             return
         bucket = Bucket(number, buffer, len(group.params))
         self._buckets.append(bucket)
-        for parameter in group.params:
-            self._of_parameter[id(parameter)] = bucket
+        self._of_parameter.update(dict.fromkeys(map(id, group.params), bucket))
 
     def _is_special(self, parameter: Any) -> bool:
         """Whether Megatron-FSDP does anything but copy the gradient."""
+        hooks = parameter._post_accumulate_grad_hooks or ()
         # A user's hook after ours would find no gradient to change.
-        return (
-            parameter.grad_added_to_main_grad
-            or len(parameter._post_accumulate_grad_hooks or ()) > 1
-        )
+        return parameter.grad_added_to_main_grad or len(hooks) > 1
 
     def _hand_over_waiting(self, bucket: Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
@@ -485,10 +481,8 @@ class GradientBucketing:
 
     def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
         """Megatron-FSDP's own set of parameters in the bucket, until it is reduced and freed."""
-        ready: set[nn.Parameter] = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params[
-            bucket.number
-        ]
-        return ready
+        of_bucket = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
+        return of_bucket[bucket.number]  # type: ignore[no-any-return]
 
     def _tell(self, bucket: Bucket, others: Collection[nn.Parameter], last: Any) -> None:
         """Tell Megatron-FSDP that these gradients are in their bucket."""

@@ -47,6 +47,8 @@ class FastPath:
         self.left_out: dict[str, str] = {}
         self.bucketing: GradientBucketing | None = None
         self._deferred = DeferredPrefetch()
+        self.flush_prefetch = self._deferred.issue
+        """Issues the gathers that are held, as before a graphed unit runs eagerly."""
         self._undo = ExitStack()
 
     def close(self) -> None:
@@ -105,10 +107,6 @@ class FastPath:
             raise NotApplicableError("each gradient is checked for NaN by itself")
         self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
-
-    def flush_prefetch(self) -> None:
-        """Issue the gathers that are held, as before a graphed unit runs eagerly."""
-        self._deferred.issue()
 
 
 def install_for(

@@ -100,12 +100,8 @@ REPLACES_STEP = (
     _symbol(f"{_APPLIES.path}.__call__", "what runs its kernel", body="ac91ff4a196ee3fc"),
 )
 _BEGIN, _END, _RELEASE = (
-    Symbol(f"torch._C:{name}", "what turns allocations to a pool")
-    for name in (
-        "_cuda_beginAllocateCurrentThreadToPool",
-        "_cuda_endAllocateToPool",
-        "_cuda_releasePool",
-    )
+    Symbol(f"torch._C:_cuda_{name}", "what turns allocations to a pool")
+    for name in ("beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool")
 )
 RELIES_ON = (
     *(_BEGIN, _END, _RELEASE),

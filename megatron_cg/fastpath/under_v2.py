@@ -167,19 +167,16 @@ def keep_layouts(group: Any) -> patch.Undo:
     return finalize(group, patch.replace_function(kind, "build", build))
 
 
-def keep_views(groups: Iterable[Any]) -> patch.Undo:
-    """See Note [Kept as long as the memory]; returns the undo."""
-    return patch.combine_undos(undo for group in groups for undo in _views_of(group))
-
-
-def _views_of(group: Any) -> Iterator[patch.Undo]:
-    yield _kept(group._unsharded_model_weight, "get_local_tensor")
-    gradients = group.main_grad
-    if gradients is None:
-        return
-    of_microbatch = getattr(group, "_main_grad_placements", ()) or group._accumulation_placements
-    if tuple(of_microbatch) == gradients.placements == group.main_weight.placements:
-        yield _kept(gradients, "get_dtensor")
+@patch.combined_undo
+def keep_views(groups: Iterable[Any]) -> Iterator[patch.Undo]:
+    """See Note [Kept as long as the memory]."""
+    for group in groups:
+        yield _kept(group._unsharded_model_weight, "get_local_tensor")
+        if (gradients := group.main_grad) is None:
+            continue
+        of_pass = getattr(group, "_main_grad_placements", ()) or group._accumulation_placements
+        if tuple(of_pass) == gradients.placements == group.main_weight.placements:
+            yield _kept(gradients, "get_dtensor")
 
 
 def _kept(buffer: Any, method: str) -> patch.Undo:

@@ -82,13 +82,11 @@ class FullyShard(PerModule):
     def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
         """Units with sharded modules in them, without parameters, or with some of unknown kinds."""
         yield from _unknown_parameters(name, module)
-        if len(sharded_in(module)) > 1:
-            path = next(
-                path for path, each in module.named_modules() if path and self.is_unit(each)
-            )
+        paths = [path for path, each in module.named_modules() if self.is_unit(each)]
+        if len(paths) > 1:
             yield Violation(
                 "fsdp2-sharded-inside",
-                f"fully_shard was called on {path} in unit {name} too",
+                f"fully_shard was called on {paths[1]} in unit {name} too",
                 "hooks of fully_shard inside a unit do not run in a replay",
                 "call it on the unit alone, or name the modules in it as units",
             )
@@ -209,10 +207,6 @@ def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
             return
 
 
-def sharded_in(module: nn.Module) -> list[Any]:
-    return [each for each in module.modules() if isinstance(each, FSDPModule)]
-
-
 def own_groups(module: Any) -> list[Any]:
     """The groups of one ``fully_shard`` call; torch 2.12 and later may have one for each mesh.
 
@@ -226,14 +220,14 @@ def own_groups(module: Any) -> list[Any]:
 
 
 def groups_of(layer: nn.Module) -> list[Any]:
-    return [group for module in sharded_in(layer) for group in own_groups(module)]
+    sharded = (module for module in layer.modules() if isinstance(module, FSDPModule))
+    return [group for module in sharded for group in own_groups(module)]
 
 
 def _require_reduced(layer: nn.Module) -> None:
     """Raise HookError if a gradient has come that FSDP2 did not reduce with the others."""
-    for param in (
-        p for group in own_groups(layer) if group.reduce_grads for p in group.fsdp_params
-    ):
+    reduced = (group for group in own_groups(layer) if group.reduce_grads)
+    for param in (param for group in reduced for param in group.fsdp_params):
         if param._unsharded_param.grad is not None:
             raise HookError(
                 f"The gradient of {param._param_fqn} came when FSDP2 had reduced the others of its "

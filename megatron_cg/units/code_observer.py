@@ -186,7 +186,6 @@ class CodeObserver:
         self._changes: dict[str, str | None] = {}
         """The first of the last forward pass, and of the backward pass after it."""
         self.entries: list[Entry] = []
-        """The rows for all that the code reads."""
         self._writes: list[torch.UntypedStorage] = []
         self._refuse_global_hooks()
 
@@ -446,10 +445,17 @@ def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
     generators = generators_read(unit, device_type)
     for generator in generators:
         generator.manual_seed(_MARK)
+    thread = threading.get_ident()
+
+    def refuse(original: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise _sets_a_seed(unit, f"torch.{name}")
+        return original(*args, **kwargs)
+
     with Restores() as undo:
         for owner, name in _SETTERS:
-            refuse = _refusing(getattr(owner, name), unit, f"torch.{name}")
-            undo.callback(patch.replace_function(owner, name, refuse))
+            setter = partial(refuse, getattr(owner, name), name)
+            undo.callback(patch.replace_function(owner, name, setter))
         yield
     if any(generator.initial_seed() != _MARK for generator in generators):
         raise _sets_a_seed(unit, "manual_seed of a torch.Generator")
@@ -482,17 +488,6 @@ def questions_refused(unit: Unit, samples: Mapping[str, torch.Tensor]) -> Iterat
         for name, of in (("is_leaf", given), ("grad_fn", given), ("grad", given | weights)):
             undo.callback(patch.set_attribute(torch.Tensor, name, asked(name, of)))
         yield
-
-
-def _refusing(original: Callable[..., Any], unit: Unit, name: str) -> Callable[..., Any]:
-    thread = threading.get_ident()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            raise _sets_a_seed(unit, name)
-        return original(*args, **kwargs)
-
-    return call
 
 
 def _sets_a_seed(unit: Unit, name: str) -> CaptureError:
