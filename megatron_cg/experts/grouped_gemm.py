@@ -59,11 +59,8 @@ def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 def _distance(weights: Sequence[torch.Tensor]) -> int | None:
     """Elements from one weight to the next in their storage; None if that differs."""
     first = weights[0]
-    storage = first.untyped_storage()._cdata
-    if first.storage_offset() * first.itemsize % _ALIGNMENT or any(
-        weight.untyped_storage()._cdata != storage or weight.stride() != first.stride()
-        for weight in weights
-    ):
+    layouts = {(weight.untyped_storage()._cdata, weight.stride()) for weight in weights}
+    if len(layouts) > 1 or first.storage_offset() * first.itemsize % _ALIGNMENT:
         return None
     distances = {b.storage_offset() - a.storage_offset() for a, b in pairwise(weights)}
     distance = int(distances.pop()) if distances else first.numel()

@@ -56,7 +56,8 @@ from megatron_cg.upstream.megatron import is_capturing, relax_rules
 from megatron_cg.upstream.symbols import Symbol, installed_version
 from megatron_cg.upstream.te import fp8_recipe, lacks_device_counts
 
-_THEIRS = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_MOE = "megatron.core.transformer.moe"
+_THEIRS = f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher"
 DISPATCHING = tuple(
     Symbol(f"{_THEIRS}.{name}", expected, fingerprints=fingerprints)
     for name, expected, fingerprints in (
@@ -86,19 +87,13 @@ _SUPPORTED = Symbol(
     "whether one kernel computes all experts",
     parameters=("recipe", "dtype"),
 )
-_DISPATCHER = Symbol(
-    "megatron.core.transformer.moe.moe_layer:MoEAlltoAllTokenDispatcher",
-    "the dispatcher that a layer makes",
-)
+_DISPATCHER = Symbol(f"{_MOE}.moe_layer:MoEAlltoAllTokenDispatcher", "a layer's dispatcher")
 _PADS = Symbol(
-    "megatron.core.transformer.moe.experts:skip_routed_expert_padding",
+    f"{_MOE}.experts:skip_routed_expert_padding",
     "whether experts leave the padding of their rows to others",
     parameters=("config",),
 )
-_COMPUTE = Symbol(
-    "megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
-    "what computes received rows",
-)
+_COMPUTE = Symbol(f"{_MOE}.moe_layer:MoELayer.routed_experts_compute", "what computes rows")
 RELIES_ON = (*DISPATCHING, _GEMM, _LAYER_OF_TE, _SUPPORTED, _DISPATCHER, _PADS, _COMPUTE)
 KernelName = Literal["cublas", "torch"]
 """The values of ``--cg-grouped-gemm`` that are one kernel for all experts."""
@@ -410,9 +405,8 @@ def experts_of(model: nn.Module) -> ModelExperts | None:
 
 def captures_experts(config: Any) -> bool:
     """Whether graphs of this model hold dropless experts; Megatron may not have read its config."""
-    given = config.cuda_graph_scope
-    if given is None:
-        given = config.cuda_graph_modules
+    scope = config.cuda_graph_scope
+    given = config.cuda_graph_modules if scope is None else scope
     named = [getattr(scope, "name", scope) for scope in given] if isinstance(given, list) else given
     capacity = config.moe_expert_capacity_factor
     if config.cuda_graph_impl != "transformer_engine" or not config.num_moe_experts:

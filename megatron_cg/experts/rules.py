@@ -60,9 +60,7 @@ def _against_cublass(given: Configuration) -> _Found:
     run = given.run
     lacks = given.environment.lacks_device_counts
     upgradable = not lacks or lacks.startswith("cuBLASLt")  # The GPU is one that torch's takes too.
-    torch = (
-        ", or {type:--cg-grouped-gemm torch}" if upgradable and not run.has_low_precision else ""
-    )
+    torch = ", or {type:--cg-grouped-gemm torch}" * (upgradable and not run.has_low_precision)
     why = "cuBLASLt's kernel computes in BF16 and FP8"
     yield run.fp4 is not None, "with FP4", why, "{drop:--fp4-format}"
     yield (

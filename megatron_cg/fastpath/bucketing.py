@@ -321,11 +321,8 @@ class GradientBucketing:
         whether this backward pass also reaches its own hook.
         """
         expected = self._fsdp._params_require_handle_grad
-        if (
-            not any(used)
-            and expected >= together.all
-            and (plain := together.plain(gradients)) is not None
-        ):
+        is_usual = not any(used) and expected >= together.all
+        if is_usual and (plain := together.plain(gradients)) is not None:
             for part, copied in zip(together.parts, plain, strict=True):
                 self._hand_over_at_once(part, copied)
             return
@@ -372,9 +369,8 @@ class GradientBucketing:
         if self._detached[id(weight)]():
             self._parts[id(weight)] = weight
             return False
-        if self._parts.pop(id(weight), None) is None and (
-            weight not in self._fsdp._params_require_handle_grad
-        ):
+        expected = self._fsdp._params_require_handle_grad
+        if self._parts.pop(id(weight), None) is None and weight not in expected:
             raise FastPathError(
                 "A weight of a graph got a gradient from another use after its gradient was put "
                 "into its bucket, so the sum would be incomplete. Either the weight got another "

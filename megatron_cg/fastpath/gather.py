@@ -1,7 +1,5 @@
 """Weights are unsharded and resharded with a few calls per bucket, instead of a few per parameter.
 
-Which buckets a call covers is known, and the next unit's are gathered later.
-
 Note [Shown one parameter a bucket]
     Megatron-FSDP takes lists of parameters where it means their buckets, and skips all further
     parameters of a bucket. So it gets only one parameter per bucket here, and every FP8 parameter,
@@ -107,12 +105,11 @@ class DeferredPrefetch:
             self.issue()
             is_forward = options.get("prefetch_order") is forward and fsdp.training
             is_usual = options.get(_ASYNC, True) and not options.get(_OUTER)
-            if not (prefetch and params and is_forward and is_usual and id(params[0]) in weights()):
-                gather(params, prefetch=prefetch, **options)
-                return
-            gather(params, prefetch=False, **options)
-            self._since.record()
-            self._held = partial(gather, params, prefetch=True, **options)
+            holds = prefetch and params and is_forward and is_usual and id(params[0]) in weights()
+            gather(params, prefetch=prefetch and not holds, **options)
+            if holds:
+                self._since.record()
+                self._held = partial(gather, params, prefetch=True, **options)
 
         yield self.drop
         yield patch.wrap_method(fsdp, "forward", before=self.drop)
@@ -230,22 +227,18 @@ def _gathered(original: Callable[..., None]) -> Callable[..., None]:
 def _fetched(buffer: Any) -> Callable[..., Any]:
     """A ``fetch_bucket`` that sets the parameters' data only if they do not point there yet."""
     original = buffer.fetch_bucket
-    addresses: list[int] = []
+    before: list[int] = []
+
+    def addresses(bucket: Any) -> list[int]:
+        return [bucket.data.data_ptr(), *(parameter.data_ptr() for parameter in buffer.params)]
 
     def fetch_bucket(
         dtype: Any = None, set_param_data: bool = False, strict_assignments: bool = True
     ) -> Any:
         bucket = original(dtype, False, strict_assignments)
-        if not set_param_data:
-            return bucket
-        if (
-            not addresses
-            or bucket.data.data_ptr() != addresses[0]
-            or addresses[1:] != [parameter.data_ptr() for parameter in buffer.params]
-        ):
+        if set_param_data and addresses(bucket) != before:
             bucket = original(dtype, True, strict_assignments)
-            addresses[:] = [bucket.data.data_ptr()]
-            addresses.extend(parameter.data_ptr() for parameter in buffer.params)
+            before[:] = addresses(bucket)
         return bucket
 
     return fetch_bucket

@@ -173,9 +173,8 @@ class IdlePool:
         if places:
             with self._allocating():
                 inside = {place: self._new(shapes[place], dtype) for place in places}
-        self._given[caller] = held + [
-            StorageReference(t.untyped_storage()) for t in inside.values()
-        ]
+        held += [StorageReference(tensor.untyped_storage()) for tensor in inside.values()]
+        self._given[caller] = held
         return [
             inside[place] if place in inside else self._new(shape, dtype)
             for place, shape in enumerate(shapes)
@@ -239,8 +238,7 @@ def take(blocks: list[int], nbytes: int) -> int | None:
 
     As in torch 2.11's allocator, a piece is rounded up to 512 bytes and takes the smallest block
     that fits; the rest of it is a block again if it has more than a MiB. Pieces of a MiB or less
-    come from blocks of another kind and never fit.
-    ``blocks`` are sizes in bytes, ascending.
+    never fit. ``blocks`` are sizes in bytes, ascending.
     """
     wanted = -(-nbytes // _ROUND) * _ROUND
     place = bisect_left(blocks, wanted)

@@ -40,7 +40,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from megatron_cg.errors import BufferInUseError, HookError, Violation
 from megatron_cg.fully_shard.per_module import Buffer, PerModule, Place, Storages, lies_in
 from megatron_cg.replay.borders import local
-from megatron_cg.upstream.patch import Undo, combine_undos, replace_function
+from megatron_cg.upstream.patch import Undo, combined_undo, replace_function
 from megatron_cg.upstream.symbols import Symbol, changed
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
@@ -109,7 +109,8 @@ class FullyShard(PerModule):
         """Whether it is one of the two hooks of a ``fully_shard`` call."""
         return isinstance(getattr(hook, "__self__", None), FSDPState)
 
-    def observe_step(self, units: Collection[nn.Module]) -> Callable[[], None]:
+    @combined_undo
+    def observe_step(self, units: Collection[nn.Module]) -> Iterator[Undo]:
         """Learn which units are unsharded at the same time; they get buffers of their own.
 
         Examples are ``set_reshard_after_backward(False)`` for all microbatches but the last, and
@@ -123,13 +124,9 @@ class FullyShard(PerModule):
                 self._at_once.update(one for one in others if one.is_unsharded)
             wait()
 
-        return combine_undos(
-            replace_function(
-                group, "wait_for_unshard", partial(gathered, group, u, group.wait_for_unshard)
-            )
-            for u, own in groups.items()
-            for group in own
-        )
+        for group, unit in [(group, unit) for unit, own in groups.items() for group in own]:
+            wait = partial(gathered, group, unit, group.wait_for_unshard)
+            yield replace_function(group, "wait_for_unshard", wait)
 
     def gradient_owners(self) -> Iterator[tuple[Any, str]]:
         """Unsharded parameters: gradients that no hook has reduced stay there for the next step."""
@@ -242,11 +239,8 @@ class _Place(Place):
     def has_values(self) -> bool:
         return bool(self.group.is_unsharded)
 
-    def allocate(self) -> Storages:
-        return [
-            [torch.empty_like(output).untyped_storage() for output in param.all_gather_outputs]
-            for param in self.group.fsdp_params
-        ]
+    def memory(self) -> list[list[torch.Tensor]]:
+        return [param.all_gather_outputs for param in self.group.fsdp_params]
 
     def move(self, storages: Storages) -> None:
         for param, own in zip(self.group.fsdp_params, storages, strict=True):
@@ -285,7 +279,7 @@ class _Place(Place):
 
     def held_again(self) -> Callable[[], None]:
         """Reshard the group; the returned function gives back to its user what was there."""
-        kept = [[o.untyped_storage() for o in p.all_gather_outputs] for p in self.group.fsdp_params]
+        kept = [[output.untyped_storage() for output in own] for own in self.memory()]
         self.group._to_sharded()
 
         def again() -> None:

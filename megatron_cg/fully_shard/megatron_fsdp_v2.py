@@ -127,7 +127,6 @@ class MegatronFsdpV2(PerModule):
         return super().stable_memory(layers)
 
     def in_buffers(self, layer: Any, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
-        """See Note [Two buffers for many units]."""
         for module in self._together[layer]:
             _reshard(module)
             yield partial(_reshard, module)
@@ -244,10 +243,8 @@ def _reshard(layer: Any) -> None:
 
 
 class _Place(Place):
-    def allocate(self) -> Storages:
-        return [
-            [torch.empty_like(self.group._unsharded_model_weight.local_buffer).untyped_storage()]
-        ]
+    def memory(self) -> list[list[torch.Tensor]]:
+        return [[self.group._unsharded_model_weight.local_buffer]]
 
     def move(self, storages: Storages) -> None:
         """See :class:`Place`. A group that moves is not gathered, so it has no values."""

@@ -56,9 +56,12 @@ class Place:
         self.aside = self.has_values
         """Whether they are in memory of their own, if they are anywhere."""
 
-    def allocate(self) -> Storages:
-        """New memory for the group's unsharded parameters."""
+    def memory(self) -> list[list[torch.Tensor]]:
+        """The memory of the group's unsharded parameters now."""
         raise NotImplementedError
+
+    def allocate(self) -> Storages:
+        return [[torch.empty_like(one).untyped_storage() for one in own] for own in self.memory()]
 
     def move(self, storages: Storages) -> None:
         """Make the same parameters lie in other memory, with their values if they have some."""

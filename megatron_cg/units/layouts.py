@@ -166,8 +166,7 @@ class UsedResult:
     def is_found(self) -> bool:
         """Whether the gradient is read or hooked outside."""
         tensor = self._tensor()
-        is_same = tensor is not None and tensor._backward_hooks is self._hooks
-        if is_same and tensor.retains_grad:  # type: ignore[union-attr]
+        if tensor is not None and tensor._backward_hooks is self._hooks and tensor.retains_grad:
             return True
         # FSDP2 has hooks on all that its modules return, and reads no gradient there.
         hooks = [hook for key, hook in self._hooks.items() if key not in self._own]
