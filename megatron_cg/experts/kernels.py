@@ -29,13 +29,9 @@ def write_rows(
 ) -> None:
     """Write each row to its place in the slots of this rank on the other rank that gets it.
 
-    Args:
-        rows: ``[rows, width]``, contiguous.
-        places: as :attr:`.Places.in_slots`, by the rank that gets the row. A row of this rank, or
-            with ``count`` or more, goes nowhere.
-        addresses: int64 ``[ranks]``: where the slots of each rank begin, in bytes.
-        rank: of this process, from 0.
-        count: rows of all slots of a rank.
+    ``rows`` are contiguous, and ``places`` as :attr:`.Places.in_slots`, by the rank that gets the
+    row. A row for this ``rank`` goes nowhere, nor one with a place of ``count`` or more: that is
+    how many rows the slots of a rank have. ``addresses`` are those of :class:`._Slots`.
     """
     (words,), grid, sizes = _tiles(rows)
     slot = count // len(addresses)
@@ -52,16 +48,11 @@ def read_rows(
     rank: int,
     slot: int,
 ) -> torch.Tensor:
-    """Read the rows that this rank received, in the order of ``places``.
+    """Read the rows that this rank received, in the order of ``places``; zero if in no slot.
 
-    Args:
-        slots: uint8 ``[places, bytes of a row]``.
-        rows: ``[sent rows, width]``, contiguous: what this rank sent.
-        packed: int64 ``[places]``: of each place in the slots of what it sent, its row.
-        places: int64 ``[rows]``: where each row lies in the slots; zero if in none.
-        used: int64 ``[1]``: how many rows are read. The others are not initialized.
-        rank: of this process, from 0.
-        slot: rows of a slot.
+    ``rows`` are what it sent, contiguous, packed as :attr:`.Places.packed` says. ``places`` and
+    ``used`` are ``in_slots`` and ``used`` of what it gets: rows beyond ``used`` are not
+    initialized. ``slots`` are the rows of :class:`._Slots`, ``slot`` of them for each rank.
     """
     received = rows.new_empty(len(places), rows.shape[1])
     words, grid, sizes = _tiles(received, slots, rows)

@@ -143,11 +143,7 @@ def find_places(
 
 
 def exchange(rows: torch.Tensor, here: Places, there: Places, transport: Transport) -> torch.Tensor:
-    """Send packed rows to other ranks, with autograd. A collective call.
-
-    Takes ``[rows, ...]``, packed as ``here`` says, and returns those that this rank receives,
-    packed as ``there`` says. All ranks have slots of the same size.
-    """
+    """Let ``transport`` send rows, with autograd. All ranks call it, with slots of one size."""
     apply: Any = _Exchange.apply
     result: torch.Tensor = apply(rows, transport, *here, *there)
     return result
