@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
@@ -85,11 +85,9 @@ def _configs(cfg: Any) -> list[tuple[str, Any]]:
     return [("cfg.model", model_of(cfg)), *((f"cfg.{name}", getattr(cfg, name)) for name in names)]
 
 
-def errors_name_fields(cfg: Any) -> Undo:
-    """Errors that come from now on name fields of ``cfg`` and arguments of ``enable()``."""
-    with ExitStack() as stack:
-        stack.enter_context(speaking(CallVoice(configs=_configs(cfg))))
-        return stack.pop_all().close
+def naming_fields(cfg: Any) -> AbstractContextManager[None]:
+    """Errors in the block name fields of ``cfg`` and arguments of ``enable()``."""
+    return speaking(CallVoice(configs=_configs(cfg)))
 
 
 def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
@@ -116,7 +114,7 @@ def check(cfg: Any, given: GraphArguments) -> RunArguments | None:
     others["te_rng_tracker"] = bool(cfg.rng.te_rng_tracker or model.use_te_rng_tracker)
     run = run_of_configs(cfg.optimizer, cfg.ddp, cfg.model, model, **others)
     environment = Environment.read(BACKENDS[given.cg_backend])
-    with speaking(CallVoice(configs=_configs(cfg))):
+    with naming_fields(cfg):
         broken = violations(run, given, environment)
     broken += (_WITHOUT_TRACKER,) * (not run.te_rng_tracker)
     if broken:

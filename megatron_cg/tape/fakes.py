@@ -318,8 +318,8 @@ def cpu_fakes() -> Iterator[None]:
     ``megatron.core.distributed.fsdp`` (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1.
     """
     with ExitStack() as stack:
-        stack.enter_context(one_worker_a_group())
-        stack.enter_context(as_nccl())
+        stack.callback(one_worker_a_group())
+        stack.callback(as_nccl())
         for contexts in (_devices, _meshes, _generators, _streams_of_buffers, _transformer_engine):
             for context in contexts():
                 stack.enter_context(context)

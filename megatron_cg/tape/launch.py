@@ -15,8 +15,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from megatron_cg.upstream.patch import combine_undos, replace_function, undone_after
+from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 START = "spawn"
@@ -46,19 +45,16 @@ _OPTIONS = Symbol(
 RELIES_ON = (_GROUP, _OPTIONS)
 
 
-@contextmanager
-def one_worker_a_group() -> Iterator[None]:
-    """Give each gloo group created in the block one worker thread and the process's device.
+def one_worker_a_group() -> Undo:
+    """Give each gloo group created from now on one worker thread and the process's device.
 
-    May be nested. A group that is created with options keeps their devices.
+    Returns the undo; may be nested. A group that is created with options keeps their devices.
     """
     group = _GROUP.find()
-    with undone_after(replace_function(group, "__init__", _with_one_worker(group.__init__))):
-        yield
+    return replace_function(group, "__init__", _with_one_worker(group.__init__))
 
 
-@contextmanager
-def as_nccl() -> Iterator[None]:
+def as_nccl() -> Undo:
     """Let two collectives take what NCCL takes and gloo does not, as Megatron calls them.
 
     ``all_to_all_single`` takes its sizes as tensors: Megatron turns them into lists only if it
@@ -83,8 +79,7 @@ def as_nccl() -> Iterator[None]:
         return None
 
     ours = (all_to_all_single, all_reduce)
-    with undone_after(combine_undos(replace_function(dist, one.__name__, one) for one in ours)):
-        yield
+    return combine_undos(replace_function(dist, one.__name__, one) for one in ours)
 
 
 def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
@@ -151,7 +146,7 @@ def _worker(
     # One thread per process: sums then have the same order on every machine.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    with one_worker_a_group():
+    with undone_after(one_worker_a_group()):
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=processes
         )

@@ -242,7 +242,7 @@ class _Enabled:
         if all(model is not other for other in self.checked):  # pretrain() validates once more
             if run is not None:
                 self.checked.append(model)
-                self.undo.callback(bridge.errors_name_fields(cfg))
+                self.undo.enter_context(bridge.naming_fields(cfg))
             self._begin_run(self.settings, run, "bridge")
 
     def _begin_run(self, settings: GraphArguments, run: Any, loop: str) -> None:

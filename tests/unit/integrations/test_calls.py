@@ -17,11 +17,10 @@ from megatron_cg import enable, graph_units
 from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rules import violations
 from megatron_cg.arguments.schema import GraphArguments, argument_of
-from megatron_cg.clients.bridge import errors_name_fields
+from megatron_cg.clients.bridge import naming_fields
 from megatron_cg.errors import ArgumentError, CaptureError, HostSyncError, say, speaking
 from megatron_cg.integrations.call_arguments import UNITS, CallVoice, backend_of, several
 from megatron_cg.tape.tape_backend import TapeBackend
-from megatron_cg.upstream.patch import undone_after
 from tests.unit.arguments.rule_cases import BROKEN, LATER, Case
 from tests.unit.backends.cuda_double import cuda_double
 
@@ -161,7 +160,7 @@ def test_errors_speak_to_the_caller_that_is_served() -> None:
         assert say(message) == "graph_units(fast_path=False): no graph_units"
         assert "Leave this module out of units, or" in str(HostSyncError("x"))
     configs = {name.removeprefix("cfg."): config for name, config in CONFIGS.items()}
-    with undone_after(errors_name_fields(SimpleNamespace(**configs))):
+    with naming_fields(SimpleNamespace(**configs)):
         assert "enable(fast_path=False): cfg.model.cuda_graph_impl='none'" in say(message)
         assert "out of cfg.model.cuda_graph_modules" in str(HostSyncError("x"))
     assert say(message) == "--cg-no-fsdp-fast-path: --cuda-graph-impl none"
