@@ -212,9 +212,9 @@ class Backend:
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
         """What :meth:`numerics` must return when the callable replays; see CaptureRequest."""
 
-    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
+    def entries(self, modules: Sequence[nn.Module]) -> Iterable[Entry]:
         """Objects in ``modules``, besides their tensors, whose memory graphs read or write."""
-        return []
+        return ()
 
     def without_updates(self) -> AbstractContextManager[None]:
         """Skip updates for the whole model, such as FP8 scales, in passes inside the block."""

@@ -55,6 +55,7 @@ _NAMES = {
     "_reuse_graph_input_output_buffers": "share_buffers",
 }
 """Of TE's arguments: the field of a request."""
+_SCALINGS = ("scaling_fwd", "scaling_bwd")
 _OWN_ARGUMENTS = 3
 """TE's own: whether FP8 weights are cast, a stream, and an event."""
 
@@ -93,18 +94,14 @@ class TransformerEngineBackend(Backend):
             enabled = enabled[index]
         return options.get("fp8_recipe", options.get("recipe")) if enabled else None
 
-    def entries(self, modules: Sequence[nn.Module]) -> list[Entry]:
+    def entries(self, modules: Sequence[nn.Module]) -> Iterator[Entry]:
         """Scales and amax histories of delayed scaling, which graphs read and write in place."""
-        entries: list[Entry] = []
         for module in _with_delayed_scaling(modules):
-            for key in ("scaling_fwd", "scaling_bwd"):
-                what = f"{key} of a {type(module).__name__}"
-                entries.append(Entry(module.fp8_meta, key, "fp8 state", what))
-                entries += [
-                    Entry(vars(module.fp8_meta[key]), name, "fp8 state", f"{name} of {what}")
-                    for name in ("scale", "amax_history")
-                ]
-        return entries
+            for key in _SCALINGS:
+                what, clause = f"{key} of a {type(module).__name__}", "fp8 state"
+                yield Entry(module.fp8_meta, key, clause, what)
+                for name in ("scale", "amax_history"):
+                    yield Entry(vars(module.fp8_meta[key]), name, clause, f"{name} of {what}")
 
     def without_updates(self) -> AbstractContextManager[None]:
         """The backward pass of the first module under an autocast updates the scales of all.
@@ -178,10 +175,8 @@ def request_of(
 def _with_delayed_scaling(modules: Iterable[Any]) -> Iterator[Any]:
     for module in modules:
         meta = getattr(module, "fp8_meta", {})
-        keys = ("scaling_fwd", "scaling_bwd")
-        if hasattr(module, "get_fp8_meta_tensors") and all(
-            hasattr(meta.get(key), "amax_history") for key in keys
-        ):
+        is_delayed = all(hasattr(meta.get(key), "amax_history") for key in _SCALINGS)
+        if is_delayed and hasattr(module, "get_fp8_meta_tensors"):
             yield module
 
 

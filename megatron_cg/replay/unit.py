@@ -1,6 +1,6 @@
 """A layer to be captured."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -45,9 +45,9 @@ class Unit:
         self.nested = False
         """Whether a backward pass inside its own adds to gradients of weights."""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Iterable[Entry]:
         """More rows for the table of what its graph depends on."""
-        return []
+        return ()
 
     def kept(self) -> AbstractContextManager[None]:
         """Restore what a pass changes outside of the layer's modules."""

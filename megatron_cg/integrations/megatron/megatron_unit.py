@@ -303,19 +303,17 @@ class MegatronUnit(Unit):
     def in_backward(self) -> AbstractContextManager[None]:
         return capturing_flag()
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Iterator[Entry]:
         tracker: Any = getattr(sys.modules.get(_METRICS), _TRACKER, None)
         if tracker is None:  # No router has recorded anything.
-            return []
+            return
         what = "Megatron's MoE metrics tracker"
-        rows = [Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)]
+        yield Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)
         scaler = _SCALER.find()  # Of others, such as MTP's, each step sets the scale anew.
-        rows.append(Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}"))
+        yield Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}")
         for name, entry in tracker.metrics.items():
-            what = f"the tensor of the MoE metric {name}"
-            rows.append(Entry(vars(entry), "values", "metrics", what))
-            rows.append(Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}"))
-        return rows
+            yield Entry(vars(entry), "values", "metrics", f"the tensor of the MoE metric {name}")
+            yield Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}")
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """With autograd as usual.

@@ -220,7 +220,7 @@ def test_scales_and_histories_are_what_a_graph_holds_of_fp8(
     backend: transformer_engine.TransformerEngineBackend,
 ) -> None:
     scaled = DelayedScaling()
-    rows = backend.entries([scaled, nn.Linear(1, 1)])
+    rows = list(backend.entries([scaled, nn.Linear(1, 1)]))
     before = [row.holder.get(row.key) for row in rows]
     scaled.fp8_meta["scaling_bwd"].amax_history = torch.zeros(8, 2)
     now = [row.holder.get(row.key) for row in rows]
