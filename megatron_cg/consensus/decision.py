@@ -72,14 +72,6 @@ class Decision:
     def sizes_agree(self) -> bool:
         return self.smallest == self.largest
 
-    def difference(self) -> str:
-        found = []
-        if self.minority:
-            found.append(f"{ranks_text(self.minority)} would capture other graphs than most ranks")
-        if not self.sizes_agree:
-            found.append(f"static sizes go from {self.smallest} to {self.largest}")
-        return "; ".join(found)
-
 
 def digest(names: Iterable[str]) -> int:
     """A number for a set of names: the same in every process, whatever the order and repeats.

@@ -206,8 +206,7 @@ class Agreement:
         """Vote that this rank's capture is complete; returns when all ranks' captures are.
 
         :meth:`ready` runs here if it was not called before. Exceptions are those of :meth:`ready`.
-        Returns the names that any rank has given. Only if ranks differ in them is there an exchange
-        after the vote.
+        Returns the names that any rank has given. If ranks differ, they are exchanged after that.
         """
         if self._next is Kind.CAPTURE_START:
             self.ready()
@@ -321,15 +320,19 @@ class Agreement:
         if decision.ends:
             failed = f"state of {ranks_text(decision.ends)}, whose own log names it"
             raise NotRestoredError([failed])
-        other_sizes = kind is Kind.CAPTURE_START and not decision.sizes_agree
         if decision.against:
             raise CaptureError(
                 f"capture failed on {ranks_text(decision.against)}, whose own log has the reason. "
                 "All ranks discard their graphs"
             )
-        if decision.minority or other_sizes:
+        found = []
+        if others := decision.minority:
+            found.append(f"{ranks_text(others)} would capture other graphs than most ranks")
+        if kind is Kind.CAPTURE_START and not decision.sizes_agree:
+            found.append(f"static sizes go from {decision.smallest} to {decision.largest}")
+        if found:
             raise CaptureError(
-                f"ranks would capture different graphs ({decision.difference()}), and their "
+                f"ranks would capture different graphs ({'; '.join(found)}), and their "
                 "collectives would not match. All ranks discard their graphs. Give all ranks the "
                 "same layers and inputs of the same shape"
             )
