@@ -1,10 +1,8 @@
 """What a run says: lines of rank 0's log, counters in Megatron's log, its records.
 
-Nothing here waits for the GPU or queries it. Times are host times. Memory is what torch's allocator
-has on record.
-
-Megatron looks up ``training_log`` as a global of its module after each step; its parameter
-``iteration`` counts steps from 1. Megatron prints with ``print_rank_last``.
+Nothing here waits for the GPU or queries it: times are the host's, memory is that of torch's
+allocator. Megatron looks up ``training_log`` as a global of its module after each step; its
+parameter ``iteration`` counts steps from 1.
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ def recording(sink: Recorder) -> Iterator[None]:
 def memory() -> dict[str, int] | None:
     """Bytes of this process on the current GPU, or None if it uses none.
 
-    Tensors and graphs hold ``allocated_bytes``; ``reserved_bytes`` also includes the allocator's
-    cache. Read from torch's allocator, without a query to the GPU.
+    Tensors and graphs hold ``allocated_bytes``; ``reserved_bytes`` also includes the cache.
     """
     if not torch.cuda.is_initialized():
         return None

@@ -8,9 +8,9 @@ passes and then all backward passes in reverse. Hooks run outside of the recordi
 Note [How long a result lives]
     Passes that are recorded later may use the memory of what was released. Gradients of parameters
     are released after their own backward pass, since replays return copies of them. If buffers are
-    shared, outputs are released then too, and gradients of
-    inputs before the backward pass after the next one. Otherwise both live as long as the graph.
-    What no caller reads, such as activations, is released by Python itself.
+    shared, outputs are released then too, and gradients of inputs before the backward pass after
+    the next one. Otherwise both live as long as the graph. What no caller reads, such as
+    activations, is released by Python itself.
 
 Note [Gradients of one output]
     A backward graph computes the gradients of all outputs together. If a step does not use an
@@ -92,8 +92,7 @@ class Recorded:
     layouts: dict[int, Any] = field(default_factory=dict)
     """For each of ``inputs`` that is a DTensor, by its id: how its gradient is laid out."""
     reached: dict[int, set[int]] = field(default_factory=dict)
-    """For each output that needs a gradient, if there are several: the ids of ``inputs`` that it
-    gives one to."""
+    """By output, if several need a gradient: the ids of ``inputs`` that it gives one to."""
     gradients_borrowed: bool = False
     """Whether gradients of parameters are returned in static memory, without a copy."""
 

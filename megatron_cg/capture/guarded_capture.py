@@ -208,7 +208,6 @@ class GuardedCapture:
         """Capture as :meth:`megatron_cg.capture.session.Session.capture` says.
 
         ``begin`` is called when all is ready and before the first hook runs, and may raise.
-        ``run_remaining_hooks``: whether hooks that other ranks wait for run after a failure too.
         """
         order = HookOrder(
             self._layers,

@@ -103,19 +103,13 @@ def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol,
 def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
     """Why our replacements of ``symbols`` may not be right for this object of Megatron-FSDP's.
 
-    Does not check functions of modules that are not loaded, or of the other package of
-    Megatron-FSDP.
+    Does not check functions of modules that are not loaded, or of the other package.
     """
-    own = type(fsdp).__module__
-    reasons = []
-    for symbol in symbols:
-        module = symbol.path.partition(":")[0]
-        other = any(
-            module.startswith(f"{place}.") and not own.startswith(f"{place}.") for place in _PLACES
-        )
-        if module in sys.modules and not other:
-            reasons.append(symbol.unknown_body())
-    return [why for why in reasons if why is not None]
+    own, places = type(fsdp).__module__, [f"{place}." for place in _PLACES]
+    others = tuple(place for place in places if not own.startswith(place))
+    modules = ((symbol, symbol.path.partition(":")[0]) for symbol in symbols)
+    here = (one for one, name in modules if name in sys.modules and not name.startswith(others))
+    return [why for symbol in here if (why := symbol.unknown_body()) is not None]
 
 
 _PACKAGES = {"megatron.core.distributed.fsdp": "megatron-core", "megatron_fsdp": "megatron-fsdp"}

@@ -1,8 +1,7 @@
 """How a model is sharded, as a capture sees it: what any way is, and Megatron-FSDP's own.
 
 Each way of sharding is a :class:`Sharding`; :func:`shardings_of` finds the ones of a model.
-Megatron-FSDP is that of megatron-core or of the standalone package. Others are in ``fully_shard/``
-and ``units/``.
+Megatron-FSDP is megatron-core's or the standalone package. Others: ``fully_shard/``, ``units/``.
 
 Note [Gradients that outlive their step]
     ``ParamAndGradBuffer.update_main_grads`` casts each gradient shard to the main weights' dtype

@@ -172,8 +172,7 @@ def require_same(agreement: Agreement, call: str, given: Mapping[str, object]) -
     """Raise AgreementError where ranks differ in settings, versions or variables.
 
     All ranks call it together, before they change anything. ``given`` are settings of our function
-    ``call`` by their names, or Megatron's flags where that is empty. Ranks may record to different
-    folders.
+    ``call``, or Megatron's flags where that is empty. Ranks may record to different folders.
     """
     settings: dict[str, object] = {"call": call or "Megatron's training loop"}
     for name, value in given.items():

@@ -2,8 +2,7 @@
 
 A reason is that a rank had more rows than the graphs have room for (``--cg-moe-rows``,
 ``--cg-moe-stash``), or that the step is verified (``--cg-verify-steps``): then the digests of all
-numbers that it leaves for the optimizer are compared. Either way training continues with the eager
-numbers.
+numbers that it leaves for the optimizer are compared. Training continues with the eager numbers.
 
 Note [Numbers that differ by themselves]
     Without deterministic algorithms two eager steps differ too. So a difference then counts only if

@@ -80,8 +80,7 @@ _CALLERS = (TransformerBlock, MultiTokenPredictionLayer)
 def allow_full_recompute() -> Callable[[], None]:
     """Let configs that are made from now on recompute whole layers and ask for graphs.
 
-    Megatron's rule against both does not apply to them any more. Its other rules do. Returns the
-    undo.
+    Megatron's rule against both does not apply to them any more; others do. Returns the undo.
 
     Raises:
         UpstreamChangedError: Megatron lacks the rules, or places its checkpoints in another way

@@ -219,10 +219,8 @@ class MismatchPolicy:
 
     def begin_step(self) -> None:
         for (clause, subject), units in self._likewise.items():
-            names = ranged(units)
-            logger.warning(
-                "megatron_cg: no replay of %s for %s (%s) either.", names, subject, clause
-            )
+            text = "megatron_cg: no replay of %s for %s (%s) either."
+            logger.warning(text, ranged(units), subject, clause)
         self._likewise.clear()
         self._in_a_row = {layer: self._in_a_row.get(layer, 0) + 1 for layer in self._now}
         self.steps_in_a_row = max(self._in_a_row.values(), default=0)

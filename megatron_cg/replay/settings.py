@@ -2,8 +2,7 @@
 
 Code of Megatron and TE reads numbers, names and functions of its modules, of their classes and of
 the model's config, and a replay runs no code. Rows of the guard would take longer than the replay.
-So all are compared once a step, for all units together. Code of other packages is observed instead,
-and has rows.
+So all are compared once a step, for all units together. Other packages' code is observed instead.
 
 Note [Switches of torch]
     Operations read them when they choose kernels; a graph holds those of capture. Most are compared
@@ -44,6 +43,7 @@ _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmeth
 _OF_MODULES = (float, str, *_FUNCTIONS)
 _OF_LOOPS = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
 """Fields of a config that are scheduled in training and read behind the layers."""
+_names_of = cache(lambda kind: frozenset(dir(kind)))
 _CLAUSE, _CLASSES = "setting", SimpleNamespace(get=type)
 """The class of an object, as a key, is a row like others."""
 
@@ -131,11 +131,6 @@ def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
                 holder = vars(config) if value is not None else _NotGiven(vars(config))
                 what = f"{key} of the model's {type(config).__name__}"
                 yield Entry(holder, key, _CLAUSE, what)
-
-
-@cache
-def _names_of(kind: type) -> frozenset[str]:
-    return frozenset(dir(kind))
 
 
 class _NotGiven:

@@ -27,8 +27,7 @@ Add = Callable[..., Any]
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals of ``timeout``, batch systems and closed terminals. Python converts only SIGINT to an
-exception. The others would end it at once, and its runs on GPUs would continue and disturb later
-ones."""
+exception. The others would end it at once, and its runs on GPUs would disturb later ones."""
 
 TAKING_FLAGS = ("align", "bench", "plan")
 """The commands that take Megatron's flags after a bare ``--``."""

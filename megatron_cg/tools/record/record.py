@@ -5,8 +5,7 @@ There are also step times, counters and captures. ``compare.py`` has the format.
 Megatron looks up ``train``, ``train_step`` and ``evaluate`` as globals of their module for each
 call; Megatron-Bridge (0.6.2) does so in several modules, for ``train_step`` once when ``train``
 begins. ``train_step`` returns eight values: the first is the loss dictionary, the second
-``skipped_iter`` and the sixth the gradient norm. The first value of ``evaluate`` is a dictionary of
-losses.
+``skipped_iter`` and the sixth the gradient norm. The first of ``evaluate`` is such a dictionary.
 
 The recorder reads values after the step returns, so it cannot change what it records. A step's time
 ends when its losses are read, which waits for the optimizer. Python writes a float with as many
