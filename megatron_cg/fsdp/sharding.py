@@ -169,19 +169,17 @@ class Sharding:
         """
         return None
 
-    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
+    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> Iterator[Watched]:
         """Parameters and buffers of ``graphed`` whose addresses the layer's graph holds.
 
         Called inside of :meth:`capturing`. Here all of them.
         """
         names = {id(module): f"{name}." if name else "" for name, module in layer.named_modules()}
         kinds = (("parameter", self.moved), ("buffer", REPLACED))
-        return [
-            Watched(tensor, f"{kind} {names[id(module)]}{name}", moved)
-            for module in graphed
-            for kind, moved in kinds
-            for name, tensor in getattr(module, f"named_{kind}s")(recurse=False)
-        ]
+        for module in graphed:
+            for kind, moved in kinds:
+                for name, tensor in getattr(module, f"named_{kind}s")(recurse=False):
+                    yield Watched(tensor, f"{kind} {names[id(module)]}{name}", moved)
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
         """What the optimizer gets for each parameter, if anything, the last parameter first.
@@ -338,7 +336,7 @@ class MegatronFsdp(Sharding):
             stack.callback(gather_alone(self.megatron_fsdp, parameters))
             yield
 
-    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> list[Watched]:
+    def watched_memory(self, layer: nn.Module, graphed: Sequence[nn.Module]) -> Iterator[Watched]:
         """Buffers, and parameters whose addresses a graph holds.
 
         If FSDP points all parameters of a bucket at the bucket together, the first parameter stands
@@ -347,18 +345,16 @@ class MegatronFsdp(Sharding):
         store = self.megatron_fsdp.param_and_grad_buffer
         together = self.megatron_fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         seen: set[int] = set()
-        watched: list[Watched] = []
         for one in super().watched_memory(layer, graphed):
             group = store.param_to_param_group.get(one.tensor)
             if group is not None and not (together and group in seen):
                 unit = store.parameter_groups[group].fsdp_unit_id
                 name = f"{one.name} (bucket {group} of FSDP unit {unit})"
                 moved = f"The FSDP buffer of unit {unit} (bucket {group}) moved: {_ANEW}"
-                watched.append(Watched(one.tensor, name, moved))
+                yield Watched(one.tensor, name, moved)
                 seen.add(group)
             elif group is None:
-                watched.append(one)
-        return watched
+                yield one
 
     def prepare_backward(self, layer: nn.Module) -> bool:
         """Create the transposes of quantized weights, as before a backward pass.

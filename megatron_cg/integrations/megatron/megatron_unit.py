@@ -99,8 +99,7 @@ class LayerScopes:
         self._scopes: dict[nn.Module, list[Any]] = {}
         if helper.flattened_callables:
             by_name = {module.name: module for module in self._config.cuda_graph_modules}
-            layers = list(helper.chunks_with_decoder[0].decoder.layers)
-            for index, layer in enumerate(layers):
+            for index, layer in enumerate(helper.chunks_with_decoder[0].decoder.layers):
                 names = selection.scopes(index, tuple(by_name))
                 self._scopes[layer] = [by_name.get(name, name) for name in names]
         self._keep_captured(helper)
