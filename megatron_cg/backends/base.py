@@ -9,7 +9,7 @@ Note [A generator can stay in a capture]
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,15 +93,12 @@ def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iter
     A fork replaces states of Megatron's tracker.
     """
     own = device_generator() if device_type == "cuda" else []
-    tracker = megatron_tracker()
-    tracked = dict(tracker.states_) if tracker is not None else {}
-    try:
-        with generators_kept([*own, *generators_of(callables, device_type)]):
-            yield
-    finally:
-        if tracker is not None:
-            tracker.states_.clear()
-            tracker.states_.update(tracked)
+    with ExitStack() as undo:
+        if (tracker := megatron_tracker()) is not None:
+            undo.callback(tracker.states_.update, dict(tracker.states_))
+            undo.callback(tracker.states_.clear)
+        undo.enter_context(generators_kept([*own, *generators_of(callables, device_type)]))
+        yield
 
 
 def leave_pool(pool: tuple[int, int]) -> None:

@@ -233,9 +233,8 @@ class GraphedModule:
         recorded.inputs = recorded.outputs = ()
         recorded.parameters = ()
         recorded.grad_outputs = recorded.grad_inputs = ()
-        for one in passes:
-            if one is not None:
-                one.reset()
+        for one in filter(None, passes):
+            one.reset()
 
 
 #: Options of make_graphed_callables that ask for FP8, and those without effect without FP8.
@@ -357,7 +356,6 @@ class _Capture:
                 of_inputs, of_parameters = parts(ended[-2])
                 ended[-2].grad_inputs = (*recorder.release(of_inputs), *of_parameters)
             self._record_backward(index, recorder)
-            self._release_results(self.recorded[index], recorder)
             ended.append(self.recorded[index])
         recorder.settle(ended)
 
@@ -384,12 +382,9 @@ class _Capture:
         item.grad_inputs = tuple(
             next(gradients) if tensor.requires_grad else None for tensor in item.inputs
         )
-
-    def _release_results(self, item: Recorded, recorder: Recorder) -> None:
-        """After a backward pass; see Note [How long a result lives]."""
         # Detached, so that nothing keeps autograd's nodes, which belong to the capture's stream.
         item.outputs = tuple(None if o is None else o.detach() for o in item.outputs)
-        of_inputs, of_parameters = parts(item)
+        of_inputs, of_parameters = parts(item)  # See Note [How long a result lives].
         item.grad_inputs = (*of_inputs, *recorder.release(of_parameters))
         if self._request.share_buffers:
             item.outputs = recorder.release(item.outputs)

@@ -44,7 +44,7 @@ from megatron_cg.integrations.megatron.megatron_unit import (
 from megatron_cg.integrations.megatron.packs import agreed_packs
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.upstream.megatron import capturing_flag
-from megatron_cg.upstream.patch import undone_after
+from megatron_cg.upstream.patch import set_attribute, undone_after
 
 _OUTER = "num_distributed_optimizer_instances"
 """How many groups of ranks hold all shards each; Megatron's groups and its config must agree."""
@@ -202,18 +202,14 @@ class Trainer:
 
     def _verified(self) -> float:
         assert self.session is not None
-        given = self._batches
-        self._batches = again = repeated_step.Batches(given)
+        again = repeated_step.Batches(self._batches)
 
         def eagerly() -> float:
             again.rewind()
             return self._passes()
 
-        try:
-            loss: float = repeated_step.train_step(self.session, self._passes, eagerly)
-        finally:
-            self._batches = given
-        return loss
+        with undone_after(set_attribute(self, "_batches", again)):
+            return float(repeated_step.train_step(self.session, self._passes, eagerly))
 
     def _passes(self) -> float:
         """All passes of a step; returns the mean loss."""
