@@ -44,7 +44,7 @@ def installed_version(distribution: str) -> str | None:
 
     inner = distribution.removeprefix("megatron-")
     in_megatron = distribution != inner and inner in ("core", "bridge")
-    folder = _folder_of(f"megatron.{inner}" if in_megatron else distribution.replace("-", "_"))
+    folder = folder_of(f"megatron.{inner}" if in_megatron else distribution.replace("-", "_"))
     version = version_in(folder) if folder is not None else None
     with suppress(metadata.PackageNotFoundError):
         return version or metadata.version(distribution)
@@ -66,7 +66,7 @@ def version_in(folder: Path) -> str | None:
     return None
 
 
-def _folder_of(package: str) -> Path | None:
+def folder_of(package: str) -> Path | None:
     """Where a package was imported from, or would be; None if nowhere."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(package)

@@ -33,8 +33,7 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
     if args.records is not None:
         if extra:
             raise MegatronCGError(f"--records trains nothing: leave out {' '.join(extra)}.")
-        eager, graphed = map(read_run, args.records)
-        outcome = Outcome(compare(eager, graphed), eager=eager, graphed=graphed)
+        outcome = Outcome(compare(*map(read_run, args.records)))
         print_report("two records", outcome)
         return outcome.comparison
     preset = load_preset(args.preset)

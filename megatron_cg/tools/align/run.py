@@ -1,6 +1,5 @@
 """The two runs of a comparison: their command lines, data, processes, and what came of them."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -25,7 +24,7 @@ from megatron_cg.tools.record.compare import (
     compare,
     read_run,
 )
-from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.symbols import Symbol, folder_of
 
 _BUILDER = Symbol(
     "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder",
@@ -165,10 +164,8 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     env = {**inherited, **DETERMINISTIC_ENVIRONMENT, "PYTHONUNBUFFERED": "1"}
     env.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # Megatron-FSDP refuses the value 1.
     env["PYTHONPATH"] = ":".join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
-    with suppress(ModuleNotFoundError):
-        spec = importlib.util.find_spec("nvidia.cudnn")
-        for folder in (spec and spec.submodule_search_locations) or ():
-            env.setdefault("CUDNN_HOME", folder)
+    if (folder := folder_of("nvidia.cudnn")) is not None:
+        env.setdefault("CUDNN_HOME", str(folder))
     return env
 
 
