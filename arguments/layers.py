@@ -78,11 +78,9 @@ class LayerSelection:
         ``num_layers`` is that of the decoder; None skips the checks that need it.
         """
         run_scopes = tuple(scopes) or (WHOLE_LAYER,)
-        captured = (
-            "whole layers, which 'layer' names"
-            if run_scopes == (WHOLE_LAYER,)
-            else say("{flag:--cuda-graph-modules {scopes}}", scopes=" ".join(run_scopes))
-        )
+        captured = "whole layers, which 'layer' names"
+        if run_scopes != (WHOLE_LAYER,):
+            captured = say("{flag:--cuda-graph-modules {scopes}}", scopes=" ".join(run_scopes))
         for scope, ranges in self.ranges.items():
             if scope not in run_scopes:
                 yield Violation(

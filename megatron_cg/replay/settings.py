@@ -63,12 +63,11 @@ class Switches:
 
     def get(self, _key: str = "") -> str:
         """Their values in words: one object for each choice, as a row wants it."""
-        now = str([read() for read in self._read.values()])
-        text = self._seen.get(now)
-        if text is None:
-            values = (read() for read in self._read.values())
-            text = self._seen[now] = "; ".join(map("{}={}".format, self._read, values))
-        return text
+        values = [read() for read in self._read.values()]
+        now = str(values)
+        if now not in self._seen:
+            self._seen[now] = "; ".join(map("{}={}".format, self._read, values))
+        return self._seen[now]
 
     def broken(self) -> Mismatch | None:
         now = self.get()

@@ -9,12 +9,11 @@ from typing import Any
 class CpuModelConfig:
     """Shape and precision of a Llama-like model: RMSNorm, SwiGLU, rotary positions.
 
-    ``experts=0`` makes a dense model. Otherwise it is an MoE model with that many experts, and each
-    token uses ``topk`` of them. ``graph_modules`` are Megatron's ``cuda_graph_modules``; an empty
-    tuple means the whole layer. ``grouped`` turns Megatron's spec of a MoE layer into one with
-    grouped experts; without it they compute one by one. ``expert_parallel`` ranks share the
-    experts, and ``tensor_parallel`` ranks each layer. ``options`` go to Megatron's
-    TransformerConfig, ``fsdp_options`` to Megatron's DistributedDataParallelConfig.
+    Each token uses ``topk`` of the ``experts``; without any, the model is dense. ``graph_modules``
+    are Megatron's ``cuda_graph_modules``; empty means the whole layer. ``grouped`` turns Megatron's
+    spec of a MoE layer into one with grouped experts; without it they compute one by one.
+    ``expert_parallel`` ranks share the experts, and ``tensor_parallel`` ranks each layer.
+    ``options`` go to TransformerConfig, ``fsdp_options`` to DistributedDataParallelConfig.
     """
 
     layers: int = 3
