@@ -392,10 +392,9 @@ class StepState:
 
     def _found_tensors(self, roots: list[_Root]) -> Iterable[tuple[str, torch.Tensor, bool]]:
         """Each once, with its name and whether it is compared."""
-        found: list[tuple[str, torch.Tensor, bool]]
-        found = [("a frozen parameter", one, True) for one in self._written]
-        found += [one for root in roots for one in root.tensors if _has_memory(one[1])]
-        return _once(found)
+        own = (("a frozen parameter", one, True) for one in self._written)
+        inside = (one for root in roots for one in root.tensors if _has_memory(one[1]))
+        return _once((*own, *inside))
 
     @staticmethod
     def _found_generators(roots: list[_Root]) -> Iterable[tuple[str, torch.Generator]]:
