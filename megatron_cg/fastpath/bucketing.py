@@ -133,12 +133,6 @@ def wait_for(stream: int, tensors: Iterable[torch.Tensor]) -> None:
             tensor.record_stream(current)
 
 
-def stays(buffer: Any) -> bool:
-    pooled = type(buffer.temporary_bucket_allocator).__name__ in (_POOL, _POOL_OF_LARGEST)
-    # An unsharded buffer is its own bucket and is allocated once.
-    return pooled or not buffer.is_data_distributed
-
-
 class FreedBuffers:
     """Finds the reduction that a copy must wait for; see Note [A buffer that is still read]."""
 
@@ -379,15 +373,16 @@ class GradientBucketing:
             )
         return True
 
-    def _take(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+    def _take(self, parameter: Any, bucket: Bucket) -> None:
         bucket.begin(self._fsdp._params_require_handle_grad)
         if parameter not in self._fsdp._params_require_handle_grad:
             self._leave(parameter, bucket)  # See Note [A second gradient in one pass].
             return
-        stream = current_stream()
-        gradient = parameter.grad
+        stream, gradient = current_stream(), parameter.grad
         on_another = bool(bucket.waiting) and bucket.stream != stream
-        if gradient is None or on_another or self._is_special(parameter):
+        # A user's hook after ours would find no gradient to change.
+        has_hook = len(parameter._post_accumulate_grad_hooks or ()) > 1
+        if gradient is None or on_another or has_hook or parameter.grad_added_to_main_grad:
             self._leave(parameter, bucket)
             bucket.handed_over += 1
         else:
@@ -423,7 +418,9 @@ class GradientBucketing:
         buffer = group.hfsdp_helper_gbuf or group.main_grad_buffer
         if group.fsdp_unit_id is None or not group.requires_grad or buffer is None:
             return
-        if not stays(buffer):
+        pooled = type(buffer.temporary_bucket_allocator).__name__ in (_POOL, _POOL_OF_LARGEST)
+        # An unsharded buffer is its own bucket and is allocated once.
+        if not pooled and buffer.is_data_distributed:
             return
         # Gradients that are shared, or computed after the backward pass of their unit.
         others = ("_is_shared", "skip_backward_post_hook")
@@ -432,12 +429,6 @@ class GradientBucketing:
         bucket = Bucket(number, buffer, len(group.params))
         self._buckets.append(bucket)
         self._of_parameter.update(dict.fromkeys(map(id, group.params), bucket))
-
-    def _is_special(self, parameter: Any) -> bool:
-        """Whether Megatron-FSDP does anything but copy the gradient."""
-        hooks = parameter._post_accumulate_grad_hooks or ()
-        # A user's hook after ours would find no gradient to change.
-        return parameter.grad_added_to_main_grad or len(hooks) > 1
 
     def _hand_over_waiting(self, bucket: Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0

@@ -286,7 +286,7 @@ class CodeObserver:
             if key in reached or memory.expired():
                 continue
             if key in held or use.package not in KNOWN:
-                self._refuse_foreign(key, use, reached=key in held)
+                self._refuse_foreign(use, reached=key in held)
                 self._addresses.add(held[key])
         self._addresses.note(forward=True)
         # What known code writes elsewhere is its own affair, such as how many rows it had.
@@ -316,7 +316,7 @@ class CodeObserver:
         self._samples, self._changes = {}, {}
         self._operations = Operations(self._unit.layer)
 
-    def _refuse_foreign(self, key: int, use: Use, *, reached: bool) -> None:
+    def _refuse_foreign(self, use: Use, *, reached: bool) -> None:
         where = f"({use.operation} in {use.place})" if use.place else f"({use.operation})"
         if use.requires_grad:
             raise self._error(
