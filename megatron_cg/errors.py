@@ -88,13 +88,14 @@ class ConfigurationError(MegatronCGError):
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
-        said = _paragraphs(self.violations)
-        count = len(said)
-        lines = "\n".join(f"  {number}. {item}" for number, item in enumerate(said, 1))
-        super().__init__(
-            "CUDA graphs cannot be used as configured, "
-            f"{count} reason{'s' * (count != 1)}:\n{lines}"
-        )
+        said = numbered(_paragraphs(self.violations))
+        super().__init__(f"CUDA graphs cannot be used as configured, {said}")
+
+
+def numbered(reasons: Sequence[str]) -> str:
+    """How many reasons there are, and each in a line."""
+    lines = "\n".join(f"  {number}. {item}" for number, item in enumerate(reasons, 1))
+    return f"{len(reasons)} reason{'s' * (len(reasons) != 1)}:\n{lines}"
 
 
 _UNIT = re.compile(r"\bunit ([^\s:]+)")

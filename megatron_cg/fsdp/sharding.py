@@ -75,7 +75,6 @@ _GATHERED_ONCE = ("optim", "optim_grads")
 """Where unsharded weights stay until ``finish_grad_sync`` forgets them, which it does only with
 ``overlap_param_gather`` (megatron-fsdp 0.6.1). Megatron's own optimizer gathers them itself."""
 
-
 REPLACED = (
     "Something replaced or freed this memory after capture. Keep it in place, or delete the graphs "
     "first and capture again."

@@ -41,7 +41,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_cg.backends import base, driver
-from megatron_cg.errors import CaptureError, say
+from megatron_cg.errors import CaptureError, numbered, say
 from megatron_cg.replay.guard import is_quantized
 from megatron_cg.upstream.te import fp8_recipe, told_of_capture
 
@@ -100,10 +100,8 @@ def refuse(request: base.CaptureRequest, device: torch.device) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.device != device:
             reasons.append(f"a sample is on {tensor.device}: move it to {device}")
     if reasons:
-        listed = "\n".join(f"  {number}. {reason}" for number, reason in enumerate(reasons, 1))
         raise CaptureError(
-            f"The native backend cannot capture, {len(reasons)} "
-            f"reason{'s' * (len(reasons) != 1)}:\n{listed}\n"
+            f"The native backend cannot capture, {numbered(reasons)}\n"
             f"Transformer Engine's backend captures FP8: {say('{flag:--cg-backend te}')}."
         )
 

@@ -310,7 +310,6 @@ _KINDS = {
 }
 """By Megatron's symbol in a hybrid pattern: what it is called, and what makes its parts."""
 
-
 MIB = 2**20
 _MISCELLANEOUS = 136 * MIB
 """Workspaces of cuBLAS and TE, and small buffers."""
