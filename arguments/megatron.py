@@ -30,7 +30,6 @@ from megatron_cg.upstream.symbols import changed
 
 logger = logging.getLogger(__name__)
 
-_GROUP = "megatron_cg"
 PACKING = {
     "sft": "enable_offline_packing",
     "rl_use_sequence_packing": "enable_in_batch_packing",
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     for action in parser._actions:  # Texts of megatron-core 0.19.2 and 0.20 have "10%)" and "% m".
         action.help = action.help and re.sub(r"%(?![(%s])(?<!%%)", "%%", action.help)
-    group = parser.add_argument_group(title=_GROUP)
+    group = parser.add_argument_group(title="megatron_cg")
     for field in dataclasses.fields(GraphArguments):
         group.add_argument(
             flag_of(field.name),

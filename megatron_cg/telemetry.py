@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MIB = 2**20
 _sinks: list[Recorder] = []
 
 
 def is_recorded() -> bool:
-    """Whether the run of this process is recorded."""
     return bool(_sinks)
 
 
@@ -104,7 +102,7 @@ class CaptureReport:
         if layers:
             used = "no GPU memory, since no GPU is used"
             if before is not None and after is not None:
-                allocated, reserved = ((after[name] - before[name]) / _MIB for name in after)
+                allocated, reserved = ((after[name] - before[name]) / 2**20 for name in after)
                 used = f"{allocated:+.0f} MiB of GPU memory allocated, {reserved:+.0f} MiB reserved"
             _print(f"graphs captured: {graphs}, of {layers} layers, in {seconds:.1f} s; {used}")
 

@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 _SESSIONS: WeakKeyDictionary[Session, None] = WeakKeyDictionary()
 """Sessions with graphs, the oldest first. A session lives as long as its model, which holds it: the
 layers replay even if nobody else does. So a model that is dropped takes its graphs along."""
-_HOLDS = "_megatron_cg_session"
 _GO_ON = "{flag:--cg-on-failure eager}"
 _captures = count(1)
 """For the log alone: ranks may not capture the same models."""
@@ -155,7 +154,7 @@ class Session:
                 ending.callback(self._undo.close)
             raise
         for unit in self.units:
-            self._undo.callback(set_attribute(unit.layer, _HOLDS, self))
+            self._undo.callback(set_attribute(unit.layer, "_megatron_cg_session", self))
         # A graph must not be destroyed while it replays, also if nobody closes its session.
         self._rest = finalize(self, self._backend.synchronize)
         self._rest.atexit = False

@@ -452,10 +452,8 @@ def _is_followed(kind: Any, written_by: str) -> bool:
     known = is_known(kind, _KNOWN) and kind.__name__ not in _SCRATCH
     wanted = "packages" in written_by and known
     wanted = wanted or ("users" in written_by and not is_known(kind, RECORDS))
-    return wanted and kind.__dictoffset__ != 0 and not issubclass(kind, _NOT_FOLLOWED)
-
-
-_NOT_FOLLOWED = (nn.Module, torch.Tensor, type, Enum)
+    others = (nn.Module, torch.Tensor, type, Enum)
+    return wanted and kind.__dictoffset__ != 0 and not issubclass(kind, others)
 
 
 @cache

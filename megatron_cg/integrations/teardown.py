@@ -46,7 +46,6 @@ RELIES_ON = tuple(
 
 SECONDS = 60.0
 """How long the end of a run waits for the GPU to become idle."""
-_PAUSE = 0.01
 _gave_up = False
 """Whether the GPU was busy for longer than that; nothing waits for it again."""
 
@@ -108,7 +107,7 @@ def _comes_to_rest(seconds: float) -> bool:
         while not all(event.query() for event in queued):
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_PAUSE)
+            time.sleep(0.01)
     except RuntimeError:
         logger.exception("megatron_cg: the GPU is in an error state.")
     return True

@@ -249,7 +249,7 @@ def _generators() -> _Contexts:
     Both have private ``_get_cuda_rng_state``/``_set_cuda_rng_state`` (megatron-core 0.19.2,
     tensor_parallel/random.py; megatron-fsdp 0.6.1, utils.py) that call into torch._C.
     """
-    trackers = _loaded("megatron.core.tensor_parallel.random")
+    trackers = [*_loaded("megatron.core.tensor_parallel.random")]
     others = ("megatron.core.distributed.fsdp.src.megatron_fsdp.utils", "megatron_fsdp.utils")
     functions = _rng_functions("_get_cuda_rng_state", "_set_cuda_rng_state")
     for module in (*trackers, *_loaded(*others)):
@@ -259,12 +259,10 @@ def _generators() -> _Contexts:
         yield replaced(module.CudaRNGStatesTracker, "fork", _forked)
 
 
-def _loaded(*names: str) -> list[Any]:
-    modules = []
+def _loaded(*names: str) -> Iterator[Any]:
     for name in names:
         with suppress(ModuleNotFoundError):
-            modules.append(importlib.import_module(name))
-    return modules
+            yield importlib.import_module(name)
 
 
 def _meshes() -> _Contexts:

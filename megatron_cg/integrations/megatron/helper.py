@@ -71,7 +71,6 @@ RELIES_ON = (
     ),
 )
 _TABLE = "rotary_pos_emb"
-_ALONE = "Ask for graphs (cuda_graph_impl) on all ranks, or on none."
 for _symbol in RELIES_ON:
     _symbol.find()
 
@@ -257,7 +256,7 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
     sizes = {name: given.get(name) for name in ("seq_length", "micro_batch_size")}
     sizes["cuda_graph_warmup_steps"] = getattr(given["config"], "cuda_graph_warmup_steps", None)
     sizes["cuda_graph_modules"] = scope_names(getattr(given["config"], "cuda_graph_modules", None))
-    agreement = Agreement(alone=_ALONE)
+    agreement = Agreement(alone="Ask for graphs (cuda_graph_impl) on all ranks, or on none.")
     with ExitStack() as failed:
         failed.callback(agreement.close)
         require_same(agreement, call, by_name | sizes)

@@ -58,7 +58,6 @@ _INPUTS = "_megatron_cg_inputs"
 """Where a prepared pack has what graphs get of it."""
 _MORE, _MULTIPLE = 1.25, 8
 """Room for so many times the samples of the fullest pack before the capture, and its multiple."""
-_ROOM = "{flag:--cg-packed-samples}"
 _NOT_FUSED = (
     "Transformer Engine does not compute attention of packs of {room} samples by cuDNN here, and "
     "the bits of its other kernels depend on the longest sample, which a graph does not know. Type "
@@ -79,7 +78,6 @@ class PackForm:
 
     @classmethod
     def of(cls, pack: Any) -> "tuple[PackForm, list[torch.Tensor]]":
-        """The form of a pack, and its tensors of boundaries."""
         constants, tensors = list[tuple[str, Any]](), dict[int, torch.Tensor]()
         names = dict[int, tuple[str, ...]]()
         for field in fields(pack):
@@ -236,7 +234,7 @@ def _mismatch(expected: str, actual: str, remedy: str) -> Mismatch:
     return Mismatch("pack", "the pack of sequences", expected, actual, remedy)
 
 
-_REMEDY = f"More samples than a graph has room for: raise {say(_ROOM)}."
+_REMEDY = f"More samples than a graph has room for: raise {say('{flag:--cg-packed-samples}')}."
 
 
 def agreed_packs(

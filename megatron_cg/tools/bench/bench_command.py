@@ -65,7 +65,6 @@ class Configuration(NamedTuple):
 
 
 GRAPHS, _SAME_GEMM = "graphs", "eager-gemm"
-_DEFAULT = ("eager", "ddp", GRAPHS)
 CONFIGURATIONS = {
     "eager": Configuration("Megatron-FSDP, eager", graphs=False),
     "ddp": Configuration("DDP, Megatron's graphs", fsdp=False),
@@ -118,7 +117,7 @@ def preset_line(
 
 def chosen(only: str | None, line: LaunchLine) -> list[str]:
     """The names of the configurations to run. Raises MegatronCGError for one that cannot be run."""
-    names = only.split(",") if only else _DEFAULT
+    names = only.split(",") if only else ("eager", "ddp", GRAPHS)
     for name in names:
         if name not in CONFIGURATIONS:
             raise MegatronCGError(f"--only {name}: there are {', '.join(CONFIGURATIONS)}.")

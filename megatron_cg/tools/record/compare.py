@@ -76,7 +76,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _add(data: dict[str, Any], line: str) -> None:
-    """Add a line to what was read before."""
     entry = json.loads(line)
     if entry.get("format", FORMAT) != FORMAT:
         raise ValueError("it is of another version, so record the run again")
