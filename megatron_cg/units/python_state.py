@@ -199,11 +199,14 @@ class PythonState:
             yield from self._inside(value, what, seen)
         for module, what in self._outside():
             yield from self._inside(module, what, seen)
-        names = self.names | _CALLED
         for kind in self._kinds.values():
+            names = (self.names | _CALLED) - _of_capture(kind)
+            what = f"attribute {kind.__name__}."
+            for name in _of_capture(kind):
+                yield Entry(Attributes(kind), name, "state", what + name)
             for name, value in vars(kind).items():
                 if name in names and (callable(value) or hasattr(type(value), "__get__")):
-                    yield Entry(vars(kind), name, "state", f"attribute {kind.__name__}.{name}")
+                    yield Entry(vars(kind), name, "state", what + name)
         for held, path, name, tensor in self._held():  # Such as a gain of a parameter.
             for key in self.own_names.intersection(vars(tensor)):
                 what = f"attribute {attribute(path, name)}.{key}"
@@ -230,7 +233,9 @@ class PythonState:
                 what = f"{kind or 'attribute'} {attribute(path, '')}"
                 yield KeySet(keys, kind or "attribute", what, None if kind else self.own_names)
         found: list[tuple[Any, str]] = [*self._objects.values()]
-        found += [(vars(kind), kind.__name__) for kind in self._kinds.values()]
+        for user in self._kinds.values():
+            reads = (self.own_names | _CALLED) - _of_capture(user)
+            yield KeySet(vars(user), "attribute", attribute(user.__name__, ""), reads)
         for (module, what), kind in product(self._outside(), MODULE_REGISTRIES):
             yield KeySet(getattr(module, kind), "hooks", f"a hook of {what}, number ")
         asks = not _ASK.isdisjoint(self.own_names)
@@ -442,3 +447,8 @@ class PythonState:
         self._globals[id(holder), name] = holder, name, what
         self._values.append((holder, name, what, holder[name]))
         self._copy(holder[name], what)
+
+
+def _of_capture(kind: type) -> set[str]:
+    """What TE makes a class's own while it captures, though it may be inherited (2.20.2)."""
+    return {"__call__"} if issubclass(kind, nn.Module) else set()

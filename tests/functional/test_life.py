@@ -46,7 +46,8 @@ def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
 def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-fifty")
     for rank in assert_identical(align(case, mutation="capture-often@50"), 12).values():
-        assert len(rank["memory"]) == 50 and rank["memory"][4] == rank["memory"][-1]
+        memory = [*map(tuple, rank["memory"])]  # What is reserved may alternate by a segment.
+        assert len(memory) == 50 and {*memory[4:14]} == {*memory[-10:]}
 
 
 @pytest.mark.parametrize("name", ["bounded-meta", "bounded-peers"])

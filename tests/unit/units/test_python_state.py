@@ -4,7 +4,8 @@ import copy
 import random
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -22,9 +23,11 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
+from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
 from megatron_cg.replay.plain import contents as contents_of
+from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.units.held import leaves_held
 from megatron_cg.units.python_state import PythonState
 from tests.unit.units.plain import (
@@ -409,3 +412,41 @@ def test_a_container_in_itself_has_its_leaves() -> None:
     assert [*map(id, leaves_held(nested))] == [id(nested[0]), id(tensor)]
     nested.append(nested)
     assert tensor in leaves_held(nested)
+
+
+class OwnCallTape(TapeBackend):
+    """As TE, its capture makes an inherited ``__call__`` the class's own until it is put back."""
+
+    def capture(self, request: CaptureRequest) -> Any:
+        graphs = super().capture(request)
+        for kind in {type(module) for module in request.callables}:
+            kind.__call__ = kind.__call__  # type: ignore[method-assign]
+        return graphs
+
+    @contextmanager
+    def preserved(self, callables: Sequence[nn.Module]) -> Iterator[None]:
+        with super().preserved(callables):
+            yield
+        for kind in {type(module) for module in callables}:
+            if vars(kind).get("__call__") is nn.Module.__call__:
+                del kind.__call__
+
+
+class Called(Unit):
+    """A class without ``__call__`` of its own."""
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_inherited_call_that_capture_makes_own_is_no_change_and_another_one_is(
+    replaces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(run: Training) -> None:
+        def call(unit: Called, x: torch.Tensor) -> Any:
+            return nn.Module.__call__(unit, x)
+
+        if replaces and run.step == STEPS - 1:
+            monkeypatch.setattr(Called, "__call__", call)
+
+    changed = UNITS * replaces
+    counts = {"replayed": REPLAYED - changed, "mismatched": changed}
+    assert_as_eager(counts, partial(units, Called), train, 1, change, backend=OwnCallTape())
