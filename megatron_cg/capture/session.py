@@ -100,7 +100,7 @@ class Session:
             policy or ReplayPolicy(),
             self.counters,
             agreement.on_any_rank,
-            units=len(self.units),
+            units=self.units,
             noted=agreement.noted,
         )
 
@@ -138,7 +138,6 @@ class Session:
                         self._agreement.report_failure()
                     raise
                 self._capture.attach(lasting)
-                self.mismatches.units = self.units
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()

@@ -419,7 +419,8 @@ class Objects:
     def _changed(self, number: int, now: Any, actual: str) -> Mismatch:
         entry, same = self._entries[number], self._objects[number][2]
         if entry.clause == "switches":
-            return _mismatch(entry.clause, entry.what, same, now)
+            pairs = zip(same.split("; "), now.split("; "), strict=True)
+            return _mismatch("switches", entry.what, *next(p for p in pairs if p[0] != p[1]))
         if is_plain(same):
             return _mismatch(entry.clause, entry.what, _named(same), _named(now))
         expected = f"the {type(same).__name__} that was captured"

@@ -33,8 +33,8 @@ from megatron_cg.errors import (
     current_voice,
     ranged,
 )
-from megatron_cg.replay.guard import Mismatch
-from megatron_cg.replay.settings import Switches, settings_of
+from megatron_cg.replay.guard import Mismatch, Objects
+from megatron_cg.replay.settings import settings_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import different
 
@@ -183,7 +183,7 @@ class MismatchPolicy:
     """The mismatch policy of all graphs of one session.
 
     ``on_any_rank`` and ``noted`` are those of the ranks' ``Agreement``; without them this rank
-    decides alone. ``units`` is how many graphs there are.
+    decides alone. ``units`` have the graphs.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class MismatchPolicy:
         counters: Counters,
         on_any_rank: Callable[..., bool] = lambda _name, here, timeout=None: here,
         *,
-        units: int = 1,
+        units: Sequence[Unit] = (),
         noted: Callable[..., bool] = lambda _name, here: here,
     ) -> None:
         self.counters = counters
-        self.verifications = Verifications(policy.verify_interval, units, counters, noted)
+        self.verifications = Verifications(policy.verify_interval, len(units), counters, noted)
         self.conditions = Conditions()
         self._policy = policy
         self.on_any_rank = on_any_rank
@@ -211,9 +211,9 @@ class MismatchPolicy:
         """In how many steps before this one, without a break, one unit had such a mismatch."""
         self._likewise: dict[tuple[str, str], list[str]] = {}
         """Other units with a mismatch that was reported, to be named together."""
-        self.units: Sequence[Unit] = ()
-        """Those of the capture. Their settings are those of its first step."""
-        self._switches, self._settings = Switches(), settings_of(())
+        self._units = units
+        self._settings: Objects | None = None
+        """Switches of torch and settings of modules, as they were in the first step."""
         self.other_switch: Mismatch | None = None
         """What says that a switch of torch or a setting of a module has changed, in this step."""
 
@@ -226,9 +226,8 @@ class MismatchPolicy:
         self.steps_in_a_row = max(self._in_a_row.values(), default=0)
         self._now.clear()
         self.verifications.begin_step()
-        if self.units:
-            self._settings, self.units = settings_of(self.units), ()
-        self.other_switch = self._switches.broken() or self._settings.broken()
+        self._settings = self._settings or settings_of(self._units)
+        self.other_switch = self._settings.broken()
 
     @property
     def verifies_step(self) -> bool:

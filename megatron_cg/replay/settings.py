@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.replay.guard import CAUSES, Entry, KeySet, Mismatch, Objects
+from megatron_cg.replay.guard import Entry, KeySet, Objects
 from megatron_cg.replay.plain import KNOWN, is_container, is_known, is_plain
 from megatron_cg.replay.unit import Unit
 
@@ -49,7 +49,7 @@ _CLAUSE, _CLASSES = "setting", SimpleNamespace(get=type)
 
 
 class Switches:
-    """Those of these names that this torch has, as a row; see Note [Switches of torch]."""
+    """Those of these names that this torch has, as a key; see Note [Switches of torch]."""
 
     def __init__(self, names: Sequence[str] = _OTHERS) -> None:
         found = ((one, getattr(torch._C, f"_get_{one.split()[0]}", None)) for one in names)
@@ -59,7 +59,6 @@ class Switches:
             if read
         }
         self._seen: dict[str, str] = {}
-        self._first: str | None = None
 
     def get(self, _key: str = "") -> str:
         """Their values in words: one object for each choice, as a row wants it."""
@@ -68,15 +67,6 @@ class Switches:
         if now not in self._seen:
             self._seen[now] = "; ".join(map("{}={}".format, self._read, values))
         return self._seen[now]
-
-    def broken(self) -> Mismatch | None:
-        now = self.get()
-        self._first = self._first or now
-        if now == self._first:
-            return None
-        before, after = self._first.split("; "), now.split("; ")
-        changed = next(pair for pair in zip(before, after, strict=True) if pair[0] != pair[1])
-        return Mismatch("switches", "a switch of torch", *changed, CAUSES["switches"])
 
 
 def _told(read: Callable[..., Any], *operation: str) -> Any:
@@ -88,8 +78,9 @@ def _told(read: Callable[..., Any], *operation: str) -> Any:
 
 
 def settings_of(units: Iterable[Unit]) -> Objects:
-    """Those of the modules in the graphs of ``units``, as they are now."""
-    entries, key_sets, seen = list[Entry](), list[KeySet](), set[int]()
+    """Switches of torch, and settings of the modules in the graphs of ``units``, as they are."""
+    entries = [Entry(Switches(), "", "switches", "a switch of torch")]
+    key_sets, seen = list[KeySet](), set[int]()
     for unit in (one for one in units if not one.is_plain_module):
         names = {module: name for name, module in unit.layer.named_modules()}
         for module in (unit.layer, *unit.graphed):

@@ -18,6 +18,7 @@ from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import replay_instead
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
+from megatron_cg.replay.unit import Unit
 from tests.unit.ranks import on_ranks
 from tests.unit.replay.test_eager_passes import UNIT, WRONG, graph_of, with_collectives
 from tests.unit.units import plain
@@ -131,7 +132,9 @@ ORDERS = ([0, 1, 2], [0, 2], [0, 1], [0, 1, 1, 2])
 @pytest.mark.parametrize("units", [1, 3, 20, 48])
 def test_each_unit_is_verified_soon_and_then_not_too_often(units: int) -> None:
     policy = ReplayPolicy("eager", None)
-    verifications = MismatchPolicy(policy, Counters(), units=units).verifications
+    verifications = MismatchPolicy(
+        policy, Counters(), units=[Unit(UNIT, nn.Identity(), ())] * units
+    ).verifications
     steps: dict[int, list[int]] = {index: [] for index in range(units)}
     for step in range(1, 5001):
         verifications.begin_step()
@@ -147,7 +150,9 @@ def test_each_unit_is_verified_soon_and_then_not_too_often(units: int) -> None:
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_every_so_many_steps_all_are_verified(interval: int) -> None:
     policy = ReplayPolicy("eager", interval)
-    verifications = MismatchPolicy(policy, Counters(), units=2).verifications
+    verifications = MismatchPolicy(
+        policy, Counters(), units=[Unit(UNIT, nn.Identity(), ())] * 2
+    ).verifications
     for step in range(1, 8):
         verifications.begin_step()
         verifications.ended(0, None, gradients=True)  # The first of several replays.
