@@ -125,19 +125,11 @@ def quiet_modules(
 @contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """No parameter has a gradient or a hook; what a backward pass leaves on them is removed."""
-    with gradients_kept(parameters), ExitStack() as stack:
-        stack.callback(HookSnapshot(*parameters).clear())
-        for parameter in parameters:
-            parameter.grad = None
-        yield
-
-
-@contextmanager
-def gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Restore the parameters' gradients on exit; those of synthetic inputs are dropped."""
     with Restores() as stack:
         for parameter in parameters:
             stack.restore("a gradient", setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+        stack.callback(HookSnapshot(*parameters).clear())
         yield
 
 
@@ -181,21 +173,27 @@ class GuardedCapture:
         Raises HookError or UnknownFsdpHookError before anything has been changed.
         """
         layers, sharding = self._layers, self._sharding
-        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         self._unit_hooks = tuple(map(sharding.unit_hooks, self._units))
         with Restores() as lasting, Restores() as always:
             lasting.callback(sharding.stable_memory(layers))
             always.enter_context(sharding.capturing(layers))
-            parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
-            always.enter_context(gradients_kept(parameters))
-            always.enter_context(buffers_kept(modules))
-            always.callback(HookSnapshot(*parameters).clear())
-            always.callback(quiet_modules(layers, modules, sharding.owns_hook))
-            always.enter_context(self._backend.preserved(layers))
+            always.enter_context(self._undone(layers))
             always.enter_context(compiled_kept())
             for layer in layers:
                 lasting.callback(set_attribute(layer, "cuda_graphs", [], shared=True))
             yield lasting
+
+    @contextmanager
+    def _undone(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Undo what passes of ``layers`` change, which run without hooks and gradients."""
+        modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
+        parameters = dict.fromkeys(p for module in modules for p in module.parameters(False))
+        with Restores() as stack:
+            stack.enter_context(without_gradients(list(parameters)))
+            stack.enter_context(buffers_kept(modules))
+            stack.callback(quiet_modules(layers, modules, self._sharding.owns_hook))
+            stack.enter_context(self._backend.preserved(layers))
+            yield
 
     def attach(self, lasting: ExitStack) -> None:
         """Let the units replay, with their hooks around each replay."""
@@ -359,23 +357,18 @@ class GuardedCapture:
 
     @contextmanager
     def _kept(self, unit: Unit, observer: PassObserver, replay: ReplayFunction) -> Iterator[None]:
-        modules = list(unit.layer.modules())
+        layers, leaves = [unit.layer], self._leaves
         with Restores() as stack:
-            # As in the capture. Megatron-FSDP's may end a backward pass of the whole model.
-            stack.callback(quiet_modules((), modules, self._sharding.owns_hook))
-            stack.enter_context(self._sharding.states_kept(modules))
-            stack.enter_context(buffers_kept(modules))
+            stack.enter_context(self._sharding.states_kept(unit.layer.modules()))
             stack.enter_context(frozen_kept(unit.graphed))
             stack.enter_context(unit.kept())
             stack.enter_context(observer.kept())
-            layers = [unit.layer]
-            leaves = self._leaves
             if leaves is None and (leaves := self._sharding.other_leaves(layers)) is not None:
                 stack.callback(leaves.replays(replay))
             if leaves is not None:
                 stack.enter_context(leaves.held(captures=False))
-            stack.enter_context(without_gradients(list(unit.layer.parameters())))
-            stack.enter_context(self._backend.preserved(layers))
+            # Hooks of Megatron-FSDP may end a backward pass of the whole model.
+            stack.enter_context(self._undone(layers))
             stack.enter_context(self._backend.without_updates())
             yield
 
