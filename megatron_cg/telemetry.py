@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_cg.errors import say
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.upstream.patch import Undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
@@ -113,18 +112,10 @@ def graphs_deleted(counters: Counters, total: Counters) -> None:
     _print(f"graphs of rank 0: {counts_text(counters.as_dict())}.")
 
 
-def step_repeated(step: int | None, rows: int, bound: int, enough: float, flag: str) -> None:
-    """Report a step in which a rank had ``rows``, and graphs room for ``bound``.
-
-    With ``enough`` as ``flag`` they fit. ``step`` is as in the log; None if unknown.
-    """
+def step_repeated(step: int | None, why: object) -> None:
+    """Report a step that is trained again. ``step`` is as in the log; None if unknown."""
     if is_first_rank():
-        setting = say("{flag:{name} {enough:g}}", name=flag, enough=enough)
-        where = "for another in a MoE layer" if flag == "--cg-moe-rows" else "of all MoE layers"
-        logger.warning(
-            f"megatron_cg: {_named(step)} repeated: a rank had {rows:,} rows {where}, bound "
-            f"{bound:,}. With {setting} or more it would have fitted."
-        )
+        logger.warning(f"megatron_cg: {_named(step)} repeated: {why}")
 
 
 def step_verified(step: int | None, compared: str) -> None:

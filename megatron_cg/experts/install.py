@@ -371,6 +371,16 @@ class ModelExperts:
     bound: RowBound | None
     peers: PeerMemory | None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of GraphArguments that they were built with."""
+        return {
+            "cg_grouped_gemm": self.gemm,
+            "cg_moe_exchange": "nccl" if self.peers is None else "peer",
+            "cg_moe_rows": self.bound and self.bound.factor,
+            "cg_moe_stash": self.bound and self.bound.kept,
+        }
+
     def expect(self, layers: Iterable[nn.Module]) -> None:
         """Size the memory of the next capture for these layers, by what was received eagerly."""
         if self.bound is not None and self.bound.stash is not None:

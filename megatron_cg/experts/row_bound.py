@@ -16,11 +16,14 @@ Every tensor here names its device: layers may be made inside of ``torch.device(
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron_cg.errors import say
 from megatron_cg.experts.stash import Stash
 
 MULTIPLE = 128
@@ -37,6 +40,15 @@ class Excess(NamedTuple):
     enough: float
     """The factor of ``flag`` with which they fit."""
     flag: str
+
+    def __str__(self) -> str:
+        setting = say("{flag:{name} {enough:g}}", name=self.flag, enough=self.enough)
+        is_slot = self.flag == "--cg-moe-rows"
+        where = "for another in a MoE layer" if is_slot else "of all MoE layers"
+        return (
+            f"a rank had {self.rows:,} rows {where}, bound {self.bound:,}. With {setting} or more "
+            "it would have fitted."
+        )
 
 
 def clipped(counts: torch.Tensor, slot: int) -> torch.Tensor:
@@ -105,6 +117,21 @@ class RowBound:
         self._host.copy_(self._most, non_blocking=True)
         self._shared = torch.cuda.Event()
         self._shared.record()
+
+    def sharing(self, forward_step: Callable[..., Any], passes: int) -> Callable[..., Any]:
+        """Let a microbatch's forward pass share, if it is the last of a step's ``passes``."""
+        left = passes
+
+        @wraps(forward_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            result = forward_step(*args, **kwargs)
+            left -= 1
+            if left == 0:
+                self.share()
+            return result
+
+        return step
 
     def exceeded(self) -> Excess | None:
         """The largest number of rows beyond a bound on any rank in this step; None if none is.

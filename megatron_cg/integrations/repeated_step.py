@@ -152,7 +152,7 @@ def train_step(
             return eagerly()
 
     if excess is not None:
-        step_repeated(number, *excess)
+        step_repeated(number, excess)
         counters.repeated += 1
     eager_passes = counters.eager
     result = repeated()

@@ -308,12 +308,7 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
     # What counts is what the model was built with.
     experts, cause = experts_of(fsdp), ""
     if experts is not None:
-        bound = experts.bound
-        rows, stash = (bound.factor, bound.kept) if bound is not None else (None, None)
-        gemm: Any = experts.gemm
-        exchange: Any = "nccl" if experts.peers is None else "peer"
-        given = replace(given, cg_grouped_gemm=gemm, cg_moe_exchange=exchange)
-        given = replace(given, cg_moe_rows=rows, cg_moe_stash=stash)
+        given = replace(given, **experts.settings)
     elif given.cg_grouped_gemm != "te":
         cause = f"; the model was built before {ENABLE}(), or with another dispatcher than alltoall"
         given = replace(given, cg_grouped_gemm="te")

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -259,7 +259,8 @@ class _Repeater:
                     if all(one.bound is not bound for one in outer):
                         bound.begin_step()
                     stack.callback(set_attribute(conditions, "within_row_bound", bound.holds))
-                    given = options | {_FORWARD: self._sharing(bound, options)}
+                    step = bound.sharing(options[_FORWARD], options[_MICROBATCHES])
+                    given = options | {_FORWARD: step}
                 result = passes(**given)
             self._seen[session] = session.counters.replayed, mismatches.verifications.step
             if batches is not None and not batches.taken:
@@ -279,19 +280,3 @@ class _Repeater:
             return passes(**options)
 
         return train_step(session, by_graphs, eagerly, bound=bound, number=self.steps.number)
-
-    @staticmethod
-    def _sharing(bound: RowBound, options: dict[str, Any]) -> Callable[..., Any]:
-        """The function of a microbatch's forward pass; see Note [When the host knows]."""
-        old, left = options[_FORWARD], options[_MICROBATCHES]
-
-        @wraps(old)
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            result = old(*args, **kwargs)
-            left -= 1
-            if left == 0:
-                bound.share()
-            return result
-
-        return forward_step

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError
-from megatron_cg.experts.row_bound import Excess
+from megatron_cg.experts.row_bound import Excess, RowBound
 from megatron_cg.integrations.megatron import steps as repeat
 from megatron_cg.integrations.megatron.steps import Steps, by_train_step
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -24,8 +24,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def bound_of(events: list[Any]) -> Any:
     """Stands for a ``RowBound`` that is exceeded in some steps."""
-    bound = SimpleNamespace(rows=0, flag="--cg-moe-rows")
+    bound: Any = SimpleNamespace(rows=0, flag="--cg-moe-rows")
     bound.begin_step, bound.share = partial(events.append, "begin"), partial(events.append, "share")
+    bound.sharing = partial(RowBound.sharing, bound)
     bound.holds = lambda: not bound.rows
     bound.exceeded = lambda: Excess(bound.rows, 128, 2.0, bound.flag) if bound.rows else None
     return bound
