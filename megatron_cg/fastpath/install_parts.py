@@ -14,8 +14,7 @@ from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.optimizer_step import IdlePool
-from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.fsdp.roles import unknown_bodies
+from megatron_cg.fastpath.part import NotApplicableError, unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream.patch import Undo

@@ -5,16 +5,17 @@ the functions inside it share its local variables as closure cells, one set for 
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CellType
 from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.roles import fsdp_function, fsdp_package_of
+from megatron_cg.fsdp.roles import PLACES, fsdp_function, fsdp_package_of
 from megatron_cg.hooks import innermost
 from megatron_cg.upstream.patch import cells_of
-from megatron_cg.upstream.symbols import changed
+from megatron_cg.upstream.symbols import Symbol, changed
 
 _SCOPE = "MegatronFSDP._register_fsdp_hooks"
 RELIES_ON = fsdp_function("is_float8tensor", "whether a parameter is FP8")
@@ -54,3 +55,15 @@ def float8_test(fsdp: Any) -> Callable[[nn.Parameter], bool]:
     module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
     test: Callable[[nn.Parameter], bool] = module.is_float8tensor
     return test
+
+
+def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
+    """Why our replacements of ``symbols`` may not be right for this object of Megatron-FSDP's.
+
+    Does not check functions of modules that are not loaded, or of the other package.
+    """
+    own, places = type(fsdp).__module__, [f"{place}." for place in PLACES]
+    others = tuple(place for place in places if not own.startswith(place))
+    modules = ((symbol, symbol.path.partition(":")[0]) for symbol in symbols)
+    here = (one for one, name in modules if name in sys.modules and not name.startswith(others))
+    return [why for symbol in here if (why := symbol.unknown_body()) is not None]

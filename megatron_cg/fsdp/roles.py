@@ -31,8 +31,7 @@ Note [Around a pass]
 """
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -53,7 +52,8 @@ from megatron_cg.hooks import HookKind, HookRecord, describe, innermost, is_idle
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 
-_PLACES = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
+PLACES = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
+"""The packages that ship it."""
 
 _CLASSES = {
     "MegatronFSDP": "the wrapped model",
@@ -84,7 +84,7 @@ def fsdp_v2(
 ) -> tuple[Symbol, ...]:
     """A class or function of Megatron-FSDP v2, by its path below ``experimental``."""
     more = {"attributes": attributes, "fingerprints": fingerprints}
-    return tuple(Symbol(f"{one}.experimental.{path}", expected, **more) for one in _PLACES)
+    return tuple(Symbol(f"{one}.experimental.{path}", expected, **more) for one in PLACES)
 
 
 def unsharded_parameters(group: Any) -> list[nn.Parameter]:
@@ -97,19 +97,7 @@ def unsharded_parameters(group: Any) -> list[nn.Parameter]:
 def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
     is_there = path.startswith(("MegatronFSDP", "fp8_"))
     module = "megatron_fsdp" if is_there else "param_and_grad_buffer"
-    return tuple(Symbol(f"{package}.{module}:{path}", expected, **more) for package in _PLACES)
-
-
-def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
-    """Why our replacements of ``symbols`` may not be right for this object of Megatron-FSDP's.
-
-    Does not check functions of modules that are not loaded, or of the other package.
-    """
-    own, places = type(fsdp).__module__, [f"{place}." for place in _PLACES]
-    others = tuple(place for place in places if not own.startswith(place))
-    modules = ((symbol, symbol.path.partition(":")[0]) for symbol in symbols)
-    here = (one for one, name in modules if name in sys.modules and not name.startswith(others))
-    return [why for symbol in here if (why := symbol.unknown_body()) is not None]
+    return tuple(Symbol(f"{package}.{module}:{path}", expected, **more) for package in PLACES)
 
 
 _PACKAGES = {"megatron.core.distributed.fsdp": "megatron-core", "megatron_fsdp": "megatron-fsdp"}

@@ -6,8 +6,6 @@ from dataclasses import fields, replace
 from os import fspath
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from megatron_cg import extensions
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.megatron import PACKING
@@ -111,13 +109,6 @@ _BACKEND = Takes(
     lambda value: callable(getattr(value, "capture", None)),
     "a name, or has the method capture (megatron_cg.backends.base)",
     '"transformer_engine", or leave it out',
-)
-PROCESS_GROUP = Takes(
-    lambda value: (
-        value is None or (isinstance(value, dist.ProcessGroup) and dist.get_rank(value) >= 0)
-    ),
-    "a process group of torch.distributed with this rank in it; None: all ranks",
-    "mesh.get_group(), on the ranks of that group only",
 )
 
 

@@ -45,7 +45,6 @@ from megatron_cg.backends.base import device_generator
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.errors import STEP_DIFFERS
-from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.plain import LIBRARIES, RECORDS, is_known, is_plain
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Digests
@@ -64,34 +63,6 @@ _UNCHANGED = (
     "count or iterator of the loop. Change that outside of the step that is verified, or keep it "
     "in a module's buffer or attribute."
 )
-
-
-def gradients_saved(sharding: Sharding) -> Callable[[], None]:
-    """Save the gradients of a model; returns what restores them, or clears Megatron-FSDP's."""
-    clear: Any = getattr(sharding.wrapped, "zero_grad_buffer", None)
-    if clear is not None:
-        return clear  # type: ignore[no-any-return]
-
-    def owners() -> dict[tuple[int, str], Any]:
-        """What may hold a gradient, by id and attribute."""
-        own = ((parameter, "grad") for parameter in sharding.network.parameters())
-        return {(id(owner), name): owner for owner, name in (*own, *sharding.gradient_owners())}
-
-    saved = {}
-    for (key, name), owner in owners().items():
-        grad = getattr(owner, name, None)
-        saved[key, name] = owner, grad, None if grad is None else grad.clone()
-
-    def restore() -> None:
-        # FSDP2's modules may have held other parameters before: the unsharded ones.
-        now = {place: (owner, None, None) for place, owner in owners().items()}
-        with Restores() as stack:
-            for (_, name), (owner, grad, values) in (now | saved).items():
-                stack.restore("a gradient", setattr, owner, name, grad)
-                if grad is not None:
-                    stack.restore("a gradient", grad.copy_, values)
-
-    return restore
 
 
 class Batches:

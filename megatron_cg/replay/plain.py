@@ -10,17 +10,10 @@ import sysconfig
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
-from contextlib import suppress
 from enum import Enum
 from types import MappingProxyType, ModuleType
 from typing import Any
-from weakref import (
-    CallableProxyType,
-    ProxyType,
-    ReferenceType,
-    WeakKeyDictionary,
-    WeakValueDictionary,
-)
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -187,15 +180,6 @@ def package_of(module: str | None) -> str:
 
 def attribute(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
-
-
-def referred(value: Any) -> Any:
-    """What a weak reference refers to, or the value itself."""
-    if isinstance(value, ProxyType | CallableProxyType):
-        with suppress(ReferenceError):
-            found: Any = value.__init__
-            return found.__self__
-    return value() if isinstance(value, ReferenceType) else value
 
 
 def is_deep(value: Any, depth: int = _DEPTH) -> bool:

@@ -41,7 +41,7 @@ from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_deep, is_known, packag
 from megatron_cg.replay.settings import SDPA, Switches
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
-from megatron_cg.units.held import functions_in, leaves_held
+from megatron_cg.units.held import functions_in, instances, leaves_held, nothing_frozen
 from megatron_cg.units.python_state import PythonState
 from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream import patch
@@ -393,9 +393,9 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     keys = {storage._cdata for storage in memory}
     if not keys:
         return None
-    with patch.nothing_frozen():
+    with nothing_frozen():
         # Each look at all objects takes some 50 ms, so there are few.
-        tensors = [one for one in patch.instances(torch.Tensor) if key_of(one) in keys]
+        tensors = [one for one in instances(torch.Tensor) if key_of(one) in keys]
         holders = [
             one
             for one in gc.get_referrers(*tensors)

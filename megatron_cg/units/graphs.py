@@ -6,23 +6,25 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
 
-from megatron_cg.arguments.schema import TRUE_OR_FALSE, OnFailure, OnMismatch, at_least
+from megatron_cg.arguments.schema import TRUE_OR_FALSE, OnFailure, OnMismatch, Takes, at_least
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
 from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation, speaking
+from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations import call_arguments
-from megatron_cg.integrations.repeated_step import gradients_saved, train_step
+from megatron_cg.integrations.repeated_step import train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
+from megatron_cg.restore import Restores
 from megatron_cg.telemetry import is_first_rank
 from megatron_cg.units.call import separate
 from megatron_cg.units.find_units import UnitName, check_seen, compiled_unit, find_units
@@ -61,6 +63,15 @@ _AGAIN = (
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
     "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
+)
+
+
+_PROCESS_GROUP = Takes(
+    lambda value: (
+        value is None or (isinstance(value, dist.ProcessGroup) and dist.get_rank(value) >= 0)
+    ),
+    "a process group of torch.distributed with this rank in it; None: all ranks",
+    "mesh.get_group(), on the ranks of that group only",
 )
 
 
@@ -135,7 +146,7 @@ class GraphedUnits:
         broken += at_least(0).check("recapture", recapture)
         broken += TRUE_OR_FALSE.check("separate_inputs", separate_inputs)
         broken += call_arguments.check_settings(given, call_arguments.UNITS)
-        broken += call_arguments.PROCESS_GROUP.check("group", group)
+        broken += _PROCESS_GROUP.check("group", group)
         call_arguments.refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
         again = "" if recapture else _AGAIN
@@ -275,7 +286,7 @@ class GraphedUnits:
         self._awaits_verified, session = False, self.session
         if session is None or not session.mismatches.verifies_step:
             return step()
-        restore = gradients_saved(self._sharding)
+        restore = _gradients_saved(self._sharding)
 
         def eagerly() -> T:
             restore()
@@ -340,6 +351,34 @@ class GraphedUnits:
         session.on_close(self._later.observe())
         session.on_close(partial(setattr, self, "_later", None))
         return session
+
+
+def _gradients_saved(sharding: Sharding) -> Callable[[], None]:
+    """Save the gradients of a model; returns what restores them, or clears Megatron-FSDP's."""
+    clear: Any = getattr(sharding.wrapped, "zero_grad_buffer", None)
+    if clear is not None:
+        return clear  # type: ignore[no-any-return]
+
+    def owners() -> dict[tuple[int, str], Any]:
+        """What may hold a gradient, by id and attribute."""
+        own = ((parameter, "grad") for parameter in sharding.network.parameters())
+        return {(id(owner), name): owner for owner, name in (*own, *sharding.gradient_owners())}
+
+    saved = {}
+    for (key, name), owner in owners().items():
+        grad = getattr(owner, name, None)
+        saved[key, name] = owner, grad, None if grad is None else grad.clone()
+
+    def restore() -> None:
+        # FSDP2's modules may have held other parameters before: the unsharded ones.
+        now = {place: (owner, None, None) for place, owner in owners().items()}
+        with Restores() as stack:
+            for (_, name), (owner, grad, values) in (now | saved).items():
+                stack.restore("a gradient", setattr, owner, name, grad)
+                if grad is not None:
+                    stack.restore("a gradient", grad.copy_, values)
+
+    return restore
 
 
 def _named(unit: UnitName) -> str:

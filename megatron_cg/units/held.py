@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from configparser import RawConfigParser, SectionProxy
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dis import get_instructions
 from functools import partial
@@ -15,6 +17,7 @@ from itertools import accumulate
 from logging import Logger
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import CallableProxyType, ProxyType, ReferenceType
 
 import numpy
 import torch
@@ -35,7 +38,6 @@ from megatron_cg.replay.plain import (
     is_known,
     is_plain,
     package_of,
-    referred,
     same_value,
 )
 from megatron_cg.upstream.patch import cells_of
@@ -253,3 +255,37 @@ def restored_to(holder: Any, before: Any) -> None:
     elif holder != before:
         holder.clear()
         holder.update(before)
+
+
+def referred(value: Any) -> Any:
+    """What a weak reference refers to, or the value itself."""
+    if isinstance(value, ProxyType | CallableProxyType):
+        with suppress(ReferenceError):
+            found: Any = value.__init__
+            return found.__self__
+    return value() if isinstance(value, ReferenceType) else value
+
+
+@contextmanager
+def nothing_frozen() -> Iterator[None]:
+    """In the block, the garbage collector lists what a script has frozen too (``gc.freeze``).
+
+    Garbage is collected before, where that visits no frozen object, and not frozen with the others.
+    """
+    if not gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
+
+
+def instances(kind: type) -> list[Any]:
+    """All objects of a class that the garbage collector knows; call it in ``nothing_frozen``."""
+    objects = gc.get_objects()
+    # Objects are many, their classes few.
+    kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+    return [each for each in objects if type(each) in kinds]

@@ -40,7 +40,6 @@ from megatron_cg.replay.plain import (
     is_known,
     is_plain,
     package_of,
-    referred,
     same_value,
 )
 from megatron_cg.restore import Restores
@@ -56,6 +55,7 @@ from megatron_cg.units.held import (
     is_object,
     item,
     parts_of,
+    referred,
     restored_to,
     texts,
     variables_of,

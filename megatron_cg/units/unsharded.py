@@ -24,7 +24,7 @@ from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.fsdp.sharding import Sharding, shardings_of
 from megatron_cg.replay.borders import spec_of
 from megatron_cg.replay.guarded_graph import ReplayFunction
-from megatron_cg.upstream.patch import instances, nothing_frozen
+from megatron_cg.units.held import instances, nothing_frozen
 
 
 class Unsharded(Sharding):

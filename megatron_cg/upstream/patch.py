@@ -21,7 +21,6 @@ Note [No frame of ours in between]
     ``__setstate__`` replaces the function that it calls (CPython 3.12, ``partial_setstate``).
 """
 
-import gc
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -306,28 +305,3 @@ def _described(value: Any) -> str:
         return f"{value.__globals__['__name__']}.{code.co_qualname}"
     kind = value if isinstance(value, type) else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-@contextmanager
-def nothing_frozen() -> Iterator[None]:
-    """In the block, the garbage collector lists what a script has frozen too (``gc.freeze``).
-
-    Garbage is collected before, where that visits no frozen object, and not frozen with the others.
-    """
-    if not gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.unfreeze()
-    try:
-        yield
-    finally:
-        gc.freeze()
-
-
-def instances(kind: type) -> list[Any]:
-    """All objects of a class that the garbage collector knows; call it in ``nothing_frozen``."""
-    objects = gc.get_objects()
-    # Objects are many, their classes few.
-    kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}
-    return [each for each in objects if type(each) in kinds]
