@@ -115,7 +115,7 @@ class _Replacement:
             outputs = self._function.apply(*args)
         else:
             apply: Callable[..., Any] = _Detached.apply
-            outputs = apply(self, weights, tail, weights.leaf, *args[: self._first])
+            outputs = apply(self, weights, tail, *args[: self._first], weights.leaf)
         self._launched()
         return outputs
 
@@ -137,9 +137,9 @@ class _Detached(torch.autograd.Function):
         function: _Replacement,
         weights: DetachedParams,
         tail: Sequence[Any],
-        _leaf: Any,
-        *head: Any,
+        *head_and_leaf: Any,
     ) -> Any:
+        head = head_and_leaf[:-1]
         ctx.detached, ctx.computed_in = (function, weights, len(head)), NO_PASS
         weights.is_used_by(ctx)
         return function.forward(ctx, *head, *tail)
@@ -149,7 +149,7 @@ class _Detached(torch.autograd.Function):
         function, weights, head = ctx.detached
         computed = function.backward(ctx, *gradients)
         weights.computed(ctx, computed[head:])
-        return (None, None, None, None, *computed[:head])
+        return (None, None, None, *computed[:head], None)
 
 
 class DetachedWeights:

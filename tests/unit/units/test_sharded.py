@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_cg import graph_units
-from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError
+from megatron_cg.errors import (
+    BufferInUseError,
+    ConfigurationError,
+    HookError,
+    ReplayMismatchError,
+)
 from megatron_cg.fsdp.roles import unsharded_parameters
 from megatron_cg.fully_shard.fsdp2 import FullyShard, own_groups
 from megatron_cg.fully_shard.megatron_fsdp_v2 import _in_order
@@ -348,7 +354,7 @@ def memory(way: str, inner: tuple[int, ...]) -> dict[str, Any]:
 def said(call: Callable[[], object]) -> str:
     try:
         call()
-    except (BufferInUseError, ConfigurationError, HookError) as error:
+    except (BufferInUseError, ConfigurationError, HookError, ReplayMismatchError) as error:
         return str(error)
     return ""
 
@@ -381,6 +387,17 @@ def taken_in_backward() -> None:
     Run(Case(under_v2(), before_step=before)).train(graphed=True)
 
 
+def input_used_later(wrap: Callable[[Network], Any]) -> None:
+    """A hook mixes a unit's input and its result, only after the capture."""
+
+    def before(run: Run, step: int) -> None:
+        if step == LATER:
+            mix = lambda _, given, result: given[0] + 0.5 * (result - given[0])  # noqa: E731
+            layers_of(run)[1].register_forward_hook(mix)
+
+    Run(Case(wrap, before_step=before)).train(graphed=True)
+
+
 def refused() -> list[str]:
     network: Any = under_v2()(Network((16,)))
     inside = said(lambda: graph_units(network, ["layers.0.up"], backend="tape"))
@@ -405,6 +422,7 @@ def run_all() -> dict[str, Any]:
     found["refused"] = refused()
     twice = Case(with_weights_used_twice, (WIDTH, WIDTH, WIDTH))
     found["varying"] = said(lambda: Run(twice).train(graphed=True))
+    found["outside"] = {way: said(partial(input_used_later, wrap)) for way, wrap in WRAPS.items()}
     return found
 
 
@@ -492,6 +510,14 @@ def test_units_whose_gradients_are_summed_in_varying_dtypes_are_refused(
 ) -> None:
     words = "a parameter of shape (8,), used 2 times inside, has another reduce_"
     assert (words in report["varying"]) == FullyShard.varies_sums
+
+
+@pytest.mark.parametrize("way", WRAPS)
+def test_an_input_that_is_used_outside_too_after_the_capture_ends_the_run(
+    report: dict[str, Any], way: str
+) -> None:
+    words = r"layers\.1: .* is x, used several times inside and 2 times later outside"
+    assert re.match(words, report["outside"][way])
 
 
 def test_refusals_under_v2_name_the_unit_and_what_to_do(report: dict[str, Any]) -> None:
