@@ -19,6 +19,10 @@ Note [State outside of the layer]
     A router adds its losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward
     pass, so a graph that contains a router writes to that tensor.
 
+Note [Buffers that Megatron makes larger]
+    Attention and sequence parallelism take memory from Megatron's global buffers. A pass with a
+    larger batch, as in evaluation, puts a larger buffer there, and graphs still use the old one.
+
 Note [A mask that nobody reads]
     With ``--no-create-attention-mask-in-dataloader`` a layer is called with None. Megatron still
     captures it with a mask of (1, 1, s, s) bytes for each layer, 1 GiB at a sequence length of
@@ -180,8 +184,12 @@ _SCALER = Symbol(
 )
 _METRICS = "megatron.core.transformer.moe.moe_logging"
 _TRACKER = "_MOE_METRICS_TRACKER"
+_BUFFERS = Symbol(
+    "megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER", "memory that all layers share"
+)
 RELIES_ON = (
-    *(_SAMPLES, _REPLAY_ARGS, _ATTENTION, _SCALER),
+    *(_SAMPLES, _REPLAY_ARGS, _ATTENTION, _SCALER, _BUFFERS),
+    Symbol("megatron.core.utils:GlobalMemoryBuffer", "what it is", attributes=("buffer",)),
     Symbol(
         "megatron.core.transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"
     ),
@@ -357,6 +365,8 @@ class MegatronUnit(Unit):
                 raise
 
         yield replay_instead(target, prepare)
+        # Alive until the graphs are deleted; see Note [Buffers that Megatron makes larger].
+        yield dict(getattr(_BUFFERS.find(), "buffer", {})).clear
         yield replace_function(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
         yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 
