@@ -98,7 +98,7 @@ class ReplayFunction:
 class _Pending:
     """One forward replay, until its backward begins, or can no longer run and no output is used.
 
-    ``outputs`` are what it returned, if anybody asks for it; nobody else has them yet.
+    ``outputs`` are what it returned; nobody else has them yet.
     """
 
     def __init__(self, unit: Unit, node: Any, outputs: Sequence[torch.Tensor]) -> None:
@@ -127,12 +127,11 @@ class InFlight:
         """The last replay of each unit, by the unit's index, in the order of replay."""
         self._over: dict[int, _Pending] = {}
         """The last replay of each unit whose backward has begun."""
-        self._is_asked = False
-        """Whether :meth:`broken` is asked before replays; if not, outputs need not be known."""
+        self._notes_gradients = False
+        """Whether :meth:`is_kept` is asked; if not, gradients of inputs need not be known."""
 
     def broken(self, index: int) -> Mismatch | None:
         """What forbids a forward replay of the unit ``index`` now, or None."""
-        self._is_asked = True
         for other, replay in self._waiting.items():
             if other >= index and (replay.node() is not None or replay.is_used):
                 return _waits(replay)
@@ -140,6 +139,7 @@ class InFlight:
 
     def is_kept(self, index: int) -> bool:
         """Whether outputs or gradients of the unit's last replay are in use after its backward."""
+        self._notes_gradients = True
         replay = self._over.get(index)
         return replay is not None and replay.is_used
 
@@ -171,9 +171,9 @@ class InFlight:
         node = next((t.grad_fn for t in tensors if t.grad_fn is not None), None)
         if node is None:
             return False
-        replay = self._waiting[index] = _Pending(unit, node, tensors if self._is_asked else ())
+        replay = self._waiting[index] = _Pending(unit, node, tensors)
         node.register_prehook(partial(self._end, index, replay, before_backward))
-        if self._is_asked:
+        if self._notes_gradients:
             node.register_hook(partial(_note_gradients, replay, inputs))
         return True
 
@@ -473,16 +473,16 @@ class GuardedGraph:
         on_any_rank = partial(self.mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self.replay_function.replace(self.replay_function.function)):
-            found = verify(
+            found, unstable = verify(
                 self._unit,
                 self.graph,
                 args,
                 kwargs,
                 self._kept,
                 gradients=gradients,
-                left_out=self.mismatches.counters.count_unstable,
                 on_any_rank=on_any_rank if self.collectives else bool,
             )
+        self.mismatches.counters.gradients_unstable += unstable
         # A bound of rows may explain it. All ranks ask, whatever they have found.
         if self.collectives and not self.mismatches.conditions.within_row_bound():
             found = None

@@ -58,9 +58,6 @@ class Counters(Mapping[str, int]):
     steps_verified: int = 0
     steps_differed: int = 0
 
-    def count_unstable(self, gradients: int) -> None:
-        self.gradients_unstable += gradients
-
     def __add__(self, other: Counters) -> Counters:
         return Counters(*map(sum, zip(self.values(), other.values(), strict=True)))
 

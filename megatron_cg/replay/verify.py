@@ -68,18 +68,17 @@ def verify(
     kept: RestoreContext,
     *,
     gradients: bool = True,
-    left_out: Callable[[int], None] = lambda _count: None,
     on_any_rank: Callable[[bool], bool] = bool,
-) -> Mismatch | None:
+) -> tuple[Mismatch | None, int]:
     """The first output or gradient in which a replay differs from an eager pass, or None.
 
+    And the number of results that are not compared; see Note [Results that differ by themselves].
     Waits for the GPU once for each output and once for each gradient. Writes to no argument.
 
     ``graph`` has its weights attached to autograd. ``kept`` returns a context that restores what a
     pass changes; in it, no parameter has a gradient or a hook. ``gradients`` says whether those of
-    inputs and weights are compared too. ``left_out`` gets the number of results that are not
-    compared; see Note [Results that differ by themselves]. ``on_any_rank`` says whether this holds
-    on any of the ranks that run the same passes.
+    inputs and weights are compared too. ``on_any_rank`` says whether this holds on any of the
+    ranks that run the same passes.
     """
     passes = _Passes(unit, args, kwargs, gradients)
     with kept():
@@ -101,12 +100,11 @@ def verify(
             somewhere = on_any_rank(bool(left))
         if not somewhere:
             break
-    if rounds > 1:
-        left_out(len(unstable))
     if not somewhere:
-        return None
+        return None, len(unstable)
     mismatch = next(iter((left or {}).values()), different("a result on another rank"))
-    return replace(mismatch, cause=f"{mismatch.cause} Until then: {unit.leave_out(None)}")
+    cause = f"{mismatch.cause} Until then: {unit.leave_out(None)}"
+    return replace(mismatch, cause=cause), len(unstable)
 
 
 class _Passes:

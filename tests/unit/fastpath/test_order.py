@@ -58,7 +58,7 @@ def no_graphs(trainer: Any, _patch: pytest.MonkeyPatch) -> None:
 
 def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
     """A verification that finds another number on this rank."""
-    patch.setattr(graphed, "verify", lambda *_, **__: WRONG)
+    patch.setattr(graphed, "verify", lambda *_, **__: (WRONG, 0))
     patch.setattr(trainer.session.mismatches.verifications, "_interval", 1)
 
 

@@ -193,12 +193,12 @@ def life(eager: Any, run: Any, wrong: str = "") -> dict[str, Any]:
     done, chance, refuted = list[tuple[int, str]](), Random(7), 0
     real = cast(Any, graphed).verify
 
-    def verify(unit: Any, *arguments: Any, **options: Any) -> Mismatch | None:
-        assert real(unit, *arguments, **options) is None
+    def verify(unit: Any, *arguments: Any, **options: Any) -> tuple[Mismatch | None, int]:
+        assert real(unit, *arguments, **options) == (None, 0)
         done.append((step, unit.name))
         # On one rank alone, though it is right.
         is_wrong = unit.name == wrong and step > 1 and dist.get_rank() == 1
-        return WRONG if options["on_any_rank"](is_wrong) else None
+        return (WRONG if options["on_any_rank"](is_wrong) else None), 0
 
     run.with_graphs()
     for step in range((LAYERS + 1) * TURN + 2):
