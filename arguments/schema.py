@@ -14,9 +14,9 @@ from typing import Any, Literal, Self, get_args
 
 from megatron_cg import version
 from megatron_cg.errors import Violation
-from megatron_cg.extensions import not_installed
+from megatron_cg.extensions import lacks_device_counts, not_installed
 from megatron_cg.upstream.symbols import installed_version
-from megatron_cg.upstream.te import NOT_LOADED, lacks_device_counts
+from megatron_cg.upstream.te import NOT_LOADED
 
 WHOLE_LAYER = "layer"
 """Our name for capture of a whole layer; Megatron writes it as an empty scope list."""

@@ -121,6 +121,12 @@ def experts_of(model: nn.Module) -> ModelExperts | None:
     return None if found is None else found.experts_of(model)
 
 
+def lacks_device_counts() -> str:
+    """Why TE's grouped GEMM cannot read row counts on the device, in words; empty if it can."""
+    found = _load("experts.rules")
+    return found.lacks_device_counts() if found else "megatron_cg/experts is not installed"
+
+
 def use_device_counts(
     gemm: str, *, rows: float | None, stash: float | None, by_peers: bool
 ) -> Undo:

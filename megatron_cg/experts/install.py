@@ -41,7 +41,7 @@ from torch import nn
 from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.experts.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.experts.row_bound import RowBound, clipped
-from megatron_cg.experts.rules import ROW_MULTIPLES
+from megatron_cg.experts.rules import ROW_MULTIPLES, lacks_device_counts
 from megatron_cg.experts.slots import (
     Collective,
     PeerMemory,
@@ -54,7 +54,7 @@ from megatron_cg.experts.stash import Stash
 from megatron_cg.upstream import patch
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
 from megatron_cg.upstream.symbols import Symbol, installed_version
-from megatron_cg.upstream.te import fp8_recipe, lacks_device_counts
+from megatron_cg.upstream.te import fp8_recipe
 
 _MOE = "megatron.core.transformer.moe"
 _THEIRS = f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher"

@@ -1,5 +1,7 @@
 """What experts in a graph need, and what each ``--cg-grouped-gemm`` needs."""
 
+import inspect
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -7,7 +9,8 @@ from itertools import chain
 from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES, Configuration, Facts, Rule
 from megatron_cg.arguments.schema import RunArguments
 from megatron_cg.errors import say
-from megatron_cg.upstream.te import UPGRADE
+from megatron_cg.upstream.symbols import Symbol, installed_version
+from megatron_cg.upstream.te import NOT_LOADED, UPGRADE
 
 DROP_AND_PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _GEMM = "--cg-grouped-gemm"
@@ -18,6 +21,38 @@ _CUTLASS = "NVTE_USE_CUTLASS_GROUPED_GEMM"
 _MOST_EXPERTS = 64
 """Of a rank: what Transformer Engine's grouped GEMM takes (TE 2.20.2, ``kMaxGroups``)."""
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+
+
+_MODULE = "transformer_engine.pytorch.module.grouped_linear"
+_LAYER = Symbol(f"{_MODULE}:GroupedLinear", "TE's grouped linear layer")
+_VERSION = Symbol(f"{_MODULE}:tex.get_cublasLt_version", "the version of cuBLASLt")
+RELIES_ON = (_LAYER, _VERSION)
+_LEAST = 130801
+"""13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""
+_HOPPER = 9
+"""Major compute capability, of the GPUs on which it was tried."""
+
+
+def lacks_device_counts() -> str:
+    """Why TE's grouped GEMM cannot read row counts on the device, in words; empty if it can.
+
+    It then copies them to the host without a word (TE 2.20.2, ``_GroupedLinear.forward``).
+    """
+    if _MODULE not in sys.modules:
+        return NOT_LOADED
+    if "use_grouped_tensor" not in inspect.signature(_LAYER.find().__init__).parameters:
+        return f"transformer-engine is {installed_version(_LAYER.distribution)}, before 2.19"
+    version = _VERSION.find()()
+    if version < _LEAST:
+        found = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+        return f"cuBLASLt is {found}, before 13.8.1"
+    import torch  # Slow to import, and the rules of a command's help need none of it.
+
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    if torch.cuda.get_device_capability()[0] != _HOPPER:
+        return f"the GPU is {torch.cuda.get_device_name()}, and Hopper alone was tried"
+    return ""
 
 
 _Found = Iterator[tuple[bool, str, str, str]]

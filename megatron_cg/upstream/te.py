@@ -1,12 +1,11 @@
 """What other backends need of Transformer Engine where the model has loaded it. Imports no TE."""
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_cg.upstream.symbols import Symbol, installed_version
+from megatron_cg.upstream.symbols import Symbol
 
 GRAPH = "transformer_engine.pytorch.graph"
 FP8 = "transformer_engine.pytorch.quantization:FP8GlobalStateManager"
@@ -24,15 +23,10 @@ _ATTENTION = Symbol(
     ":_attention_backends",
     "which kernel computes attention",
 )
-_MODULE = "transformer_engine.pytorch.module.grouped_linear"
-_LAYER = Symbol(f"{_MODULE}:GroupedLinear", "TE's grouped linear layer")
-_VERSION = Symbol(f"{_MODULE}:tex.get_cublasLt_version", "the version of cuBLASLt")
 RELIES_ON = (
     *(START_CAPTURING, IS_CAPTURING, END_CAPTURING, RNG_STATES, FP8_ENABLED, FP8_RECIPE),
-    *(_ATTENTION, _LAYER, _VERSION),
+    _ATTENTION,
 )
-_LEAST = 130801
-"""13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""
 UPGRADE = "pip install 'nvidia-cublas>=13.8.1'"
 """Of CUDA 13. Torch 2.11 pins an older one, and pip warns."""
 INSTALL = (
@@ -40,8 +34,6 @@ INSTALL = (
     "'transformer-engine[core_cu13,pytorch]==2.20.2'"
 )
 """TE is compiled against the installed torch: requirements/gpu-build.txt."""
-_HOPPER = 9
-"""Major compute capability, of the GPUs on which it was tried."""
 NOT_LOADED = "Transformer Engine is not loaded"
 
 
@@ -76,25 +68,3 @@ def told_of_capture() -> Iterator[None]:
 
 def _is_loaded(symbol: Symbol) -> bool:
     return symbol.path.partition(":")[0] in sys.modules
-
-
-def lacks_device_counts() -> str:
-    """Why TE's grouped GEMM cannot read row counts on the device, in words; empty if it can.
-
-    It then copies them to the host without a word (TE 2.20.2, ``_GroupedLinear.forward``).
-    """
-    if _MODULE not in sys.modules:
-        return NOT_LOADED
-    if "use_grouped_tensor" not in inspect.signature(_LAYER.find().__init__).parameters:
-        return f"transformer-engine is {installed_version(_LAYER.distribution)}, before 2.19"
-    version = _VERSION.find()()
-    if version < _LEAST:
-        found = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-        return f"cuBLASLt is {found}, before 13.8.1"
-    import torch  # Slow to import, and the rules of a command's help need none of it.
-
-    if not torch.cuda.is_available():
-        return "no GPU is visible"
-    if torch.cuda.get_device_capability()[0] != _HOPPER:
-        return f"the GPU is {torch.cuda.get_device_name()}, and Hopper alone was tried"
-    return ""

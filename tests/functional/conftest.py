@@ -74,7 +74,7 @@ def torchrun(
 def lacks_device_counts() -> str:
     """Why Transformer Engine's grouped GEMM cannot read counts on the device, of a process here."""
     asks = "import torch, {0}.pytorch, {1}; print({1}.lacks_device_counts())"
-    code = asks.format("transformer_engine", "megatron_cg.upstream.te")
+    code = asks.format("transformer_engine", "megatron_cg.experts.rules")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return found.stdout.rstrip("\n").rpartition("\n")[2]
 

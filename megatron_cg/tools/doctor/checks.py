@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_cg import extensions
 from megatron_cg.arguments import rules, schema
 from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.schema import FRAMEWORKS, PACKAGES
@@ -315,7 +316,7 @@ def look_at_engine() -> dict[str, Any]:
     error, lacks = None, ""
     try:
         importlib.import_module("transformer_engine.pytorch")
-        lacks = te.lacks_device_counts()
+        lacks = extensions.lacks_device_counts()
     except (Exception, SystemExit) as raised:
         error = _text(raised)
     return {"error": error, "loaded": loaded(), "experts_lack": lacks}

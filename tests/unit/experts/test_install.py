@@ -1,6 +1,8 @@
 """What ``use_device_counts`` changes in Megatron and when; the grouped GEMM that it puts there."""
 
+import functools
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -21,11 +23,13 @@ from megatron_cg.experts import grouped_gemm, install
 from megatron_cg.experts.grouped_gemm import GroupedGemm, on_device, refuse_other
 from megatron_cg.experts.install import _LAYER_OF_TE, DISPATCHING, use_device_counts
 from megatron_cg.experts.row_bound import RowBound
+from megatron_cg.experts.rules import lacks_device_counts
 from megatron_cg.experts.slots import PeerMemory
 from megatron_cg.integrations.megatron.helper import check_model
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import run_instead
 from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.te import NOT_LOADED
 from tests.unit import grouped_linear
 from tests.unit.grouped_linear import SETTINGS, _GroupedLinear
 from tests.unit.te_sources import fingerprint_in, source_of_te
@@ -401,3 +405,45 @@ def test_equal_counts_on_the_host_are_not_copied(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.Tensor, "pin_memory", None)
     assert on_device(torch.tensor([3, 3, 3]), torch.device("meta")).shape == (3,)
     assert on_device(torch.tensor([3, 3, 3]), torch.device("cpu")).tolist() == [3, 3, 3]
+
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+class Old:
+    def __init__(self, num_gemms: int) -> None: ...
+
+
+class New:
+    def __init__(self, num_gemms: int, use_grouped_tensor: bool = False) -> None: ...
+
+
+class Wrapped(New):
+    __init__: Any = functools.wraps(New.__init__)(lambda *_args, **_named: None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "cublas", "gpu", "missing"),
+    [
+        (Old, 131000, HOPPER, "transformer-engine is .*, before 2.19"),
+        (New, 130700, HOPPER, "cuBLASLt is 13.7.0, before 13.8.1"),
+        (New, 131000, None, "no GPU is visible"),
+        (New, 131000, BLACKWELL, "the GPU is B, and Hopper alone was tried"),
+        (New, 130801, HOPPER, "$"),
+        (Wrapped, 130801, HOPPER, "$"),
+    ],
+)
+def test_what_is_missing_is_said(
+    monkeypatch: pytest.MonkeyPatch, layer: Any, cublas: int, gpu: Any, missing: str
+) -> None:
+    of_te = SimpleNamespace(
+        GroupedLinear=layer, tex=SimpleNamespace(get_cublasLt_version=lambda: cublas)
+    )
+    name = "transformer_engine.pytorch.module.grouped_linear"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert lacks_device_counts() == NOT_LOADED
+    monkeypatch.setitem(sys.modules, name, of_te)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B")
+    assert re.match(missing, lacks_device_counts())

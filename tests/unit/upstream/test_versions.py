@@ -1,21 +1,18 @@
-"""Versions are those of the copies that are imported; what Transformer Engine's GEMM lacks."""
+"""Versions are those of the copies that are imported; which attention is fused."""
 
-import functools
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import megatron_cg
 from megatron_cg.upstream.symbols import installed_version
-from megatron_cg.upstream.te import _ATTENTION, NOT_LOADED, fuses_attention, lacks_device_counts
+from megatron_cg.upstream.te import _ATTENTION, fuses_attention
 
 MEGATRON = 'MAJOR = 0\nMINOR = 99\nPATCH = 1\nPRE_RELEASE = "rc3"\nVERSION = (MAJOR, MINOR)\n'
 TORCH = "__version__ = '2.99.0a0+git123'\n"
@@ -60,48 +57,6 @@ def test_without_another_copy_it_is_what_pip_says(tmp_path: Path) -> None:
         assert str(found).partition("+")[0] == metadata.version(name).partition("+")[0]
     assert installed_version("pytest") == metadata.version("pytest")
     assert installed_version("there-is-no-such-package") is None
-
-
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-
-
-class Old:
-    def __init__(self, num_gemms: int) -> None: ...
-
-
-class New:
-    def __init__(self, num_gemms: int, use_grouped_tensor: bool = False) -> None: ...
-
-
-class Wrapped(New):
-    __init__: Any = functools.wraps(New.__init__)(lambda *_args, **_named: None)
-
-
-@pytest.mark.parametrize(
-    ("layer", "cublas", "gpu", "missing"),
-    [
-        (Old, 131000, HOPPER, "transformer-engine is .*, before 2.19"),
-        (New, 130700, HOPPER, "cuBLASLt is 13.7.0, before 13.8.1"),
-        (New, 131000, None, "no GPU is visible"),
-        (New, 131000, BLACKWELL, "the GPU is B, and Hopper alone was tried"),
-        (New, 130801, HOPPER, "$"),
-        (Wrapped, 130801, HOPPER, "$"),
-    ],
-)
-def test_what_is_missing_is_said(
-    monkeypatch: pytest.MonkeyPatch, layer: Any, cublas: int, gpu: Any, missing: str
-) -> None:
-    of_te = SimpleNamespace(
-        GroupedLinear=layer, tex=SimpleNamespace(get_cublasLt_version=lambda: cublas)
-    )
-    name = "transformer_engine.pytorch.module.grouped_linear"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    assert lacks_device_counts() == NOT_LOADED
-    monkeypatch.setitem(sys.modules, name, of_te)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B")
-    assert re.match(missing, lacks_device_counts())
 
 
 @pytest.mark.parametrize(("chosen", "fused"), [(None, False), (0, False), (1, True)])
