@@ -11,11 +11,6 @@ Note [Gradients that outlive their step]
     addresses. The graph of a layer never uses them: ``finish_grad_sync`` creates them after all
     replays of a step, and the optimizer reads them before the next. In this mode they take memory
     in addition to all activations of the next step. No other code reads the field.
-
-Note [Nothing of the last step is needed by a capture]
-    Megatron captures between two steps and clears all gradients afterwards
-    (``TECudaGraphHelper._reset_after_capture``). A step also begins by clearing them. So clearing
-    them before a capture changes no result, even if the capture fails and training continues.
 """
 
 import sys
@@ -33,7 +28,7 @@ from megatron_cg.hooks import HookRecord, is_idle, module_hooks
 from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
-from megatron_cg.upstream.patch import Undo, replace_function, set_attribute, undone_after
+from megatron_cg.upstream.patch import Undo, replace_function, set_attribute
 from megatron_cg.upstream.symbols import changed
 
 if TYPE_CHECKING:
@@ -435,14 +430,3 @@ def let_gradients_go(fsdp: Any) -> Callable[[], None]:
     if not hasattr(fsdp, "param_and_grad_buffer"):
         return lambda: None
     return set_attribute(fsdp.param_and_grad_buffer.ddp_config, _KEEPS, False)
-
-
-def drop_gradients(fsdp: Any) -> None:
-    """Clear all gradients of the previous step, and free the optimizer's copies of them.
-
-    Call it before a capture, on all ranks or on some: it issues no collective. See
-    Note [Nothing of the last step is needed by a capture].
-    """
-    if hasattr(fsdp, "param_and_grad_buffer"):
-        with undone_after(let_gradients_go(fsdp)):
-            fsdp.zero_grad_buffer()

@@ -31,7 +31,7 @@ from megatron_cg.capture.session import GraphController, Phase, Session
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ConfigurationError, HookError, Violation, say, speaking
 from megatron_cg.extensions import experts_of, recompute_in_layers
-from megatron_cg.fsdp.sharding import drop_gradients, let_gradients_go, of_megatron
+from megatron_cg.fsdp.sharding import let_gradients_go, of_megatron
 from megatron_cg.integrations.call_arguments import ENABLE, CallVoice, by_argument, require_same
 from megatron_cg.integrations.megatron.megatron_unit import (
     SCALE,
@@ -194,7 +194,9 @@ class FsdpHelper:
 
         require_forward_of_megatron(self._layers)
         self.helper._capture_finished = False
-        drop_gradients(self.fsdp)
+        if hasattr(self.fsdp, "param_and_grad_buffer"):
+            # A step begins by clearing gradients, and so does Megatron after a capture.
+            self.fsdp.zero_grad_buffer()
         _make_loss_scales()
         with ExitStack() as changes:
             changes.callback(setattr, self.helper, "_graphs_created", False)

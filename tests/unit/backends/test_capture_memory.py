@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.fsdp.sharding import drop_gradients, let_gradients_go
+from megatron_cg.fsdp.sharding import let_gradients_go
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
@@ -49,7 +49,9 @@ def test_gradients_outlive_their_step_in_megatrons_graph_mode_and_not_in_ours(
     for _, parameter in trainer._fsdp.param_and_grad_buffer.optimizer_named_parameters:
         parameter.grad = None
     assert copied(trainer) == cast_bytes(trainer)  # Megatron-FSDP holds them still.
-    drop_gradients(trainer._fsdp)
+    undo = let_gradients_go(trainer._fsdp)
+    trainer._fsdp.zero_grad_buffer()
+    undo()
     assert copied(trainer) == 0
     config = trainer._fsdp.param_and_grad_buffer.ddp_config
     assert config.megatron_fsdp_cuda_graph_mode is True
