@@ -9,7 +9,7 @@ Note [A generator can stay in a capture]
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,27 +44,6 @@ def device_generator() -> list[torch.Generator]:
     return [torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
-@contextmanager
-def generators_kept(on_device: Sequence[torch.Generator]) -> Iterator[None]:
-    """Restore the states of the host's generator and of those ``on_device``.
-
-    See Note [A generator can stay in a capture].
-    """
-    generators = [torch.default_generator, *on_device]
-    with Restores() as stack:
-        for generator in generators:
-            stack.restore("a random generator", generator.set_state, generator.get_state())
-        try:
-            yield
-        except BaseException:
-            for generator in on_device:
-                try:  # A draw ends a capture that it is still in; the stack restores its state.
-                    torch.empty(1, device=generator.device).uniform_(generator=generator)
-                except RuntimeError:
-                    generator.graphsafe_set_state(generator.clone_state())
-            raise
-
-
 def megatron_tracker() -> Any:
     """Megatron's RNG tracker, or None: Megatron is not in use, or nobody has seeded it.
 
@@ -88,17 +67,27 @@ def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torc
 
 @contextmanager
 def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iterator[None]:
-    """Restore all generators that captured code may draw from, and what the tracker holds.
+    """Restore the host's generator, all that captured code may draw from, and Megatron's tracker.
 
-    A fork replaces states of Megatron's tracker.
+    A fork replaces states of the tracker. See Note [A generator can stay in a capture].
     """
     own = device_generator() if device_type == "cuda" else []
-    with ExitStack() as undo:
+    drawn = [*own, *generators_of(callables, device_type)]
+    with Restores() as stack:
         if (tracker := megatron_tracker()) is not None:
-            undo.callback(tracker.states_.update, dict(tracker.states_))
-            undo.callback(tracker.states_.clear)
-        undo.enter_context(generators_kept([*own, *generators_of(callables, device_type)]))
-        yield
+            stack.callback(tracker.states_.update, dict(tracker.states_))
+            stack.callback(tracker.states_.clear)
+        for generator in (torch.default_generator, *drawn):
+            stack.restore("a random generator", generator.set_state, generator.get_state())
+        try:
+            yield
+        except BaseException:
+            for generator in drawn:
+                try:  # A draw ends a capture that it is still in; the stack restores its state.
+                    torch.empty(1, device=generator.device).uniform_(generator=generator)
+                except RuntimeError:
+                    generator.graphsafe_set_state(generator.clone_state())
+            raise
 
 
 def leave_pool(pool: tuple[int, int]) -> None:
