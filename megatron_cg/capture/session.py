@@ -48,6 +48,7 @@ from megatron_cg.upstream.patch import set_attribute
 
 if TYPE_CHECKING:
     from megatron_cg.fastpath.install_parts import FastPath
+    from megatron_cg.integrations.repeated_step import StepState
 
 logger = logging.getLogger(__name__)
 _SESSIONS: WeakKeyDictionary[Session, None] = WeakKeyDictionary()
@@ -92,6 +93,8 @@ class Session:
         self._agreement, self._run_remaining_hooks = agreement, run_remaining_hooks
         self._use_fast_path, self._optimizers = fast_path, tuple(optimizers)
         self.fast_path: FastPath | None = None
+        self.step_state: StepState | None = None
+        """What a step may change, if it is saved in each; until the graphs are deleted."""
         self._undo: ExitStack = Restores()
         self._capture: GuardedCapture | None = None
         self.phase = Phase.EAGER

@@ -147,19 +147,14 @@ def train_step(
     return result
 
 
-_states: dict[Session, StepState] = {}
-"""Of sessions with a bound, which save it in each step, until their graphs are deleted."""
-
-
 def _saved(session: Session, *, again: bool) -> StepState:
     """What a step may change, as it is now; with ``again`` a later call takes less time."""
-    if (state := _states.get(session)) is not None:
-        state.save()
-        return state
+    if session.step_state is not None:
+        session.step_state.save()
+        return session.step_state
     state = StepState([session.sharding.network], session.units)
     if again and session.phase is Phase.REPLAYING:
-        _states[session] = state
-        session.on_close(partial(_states.__delitem__, session))
+        session.on_close(set_attribute(session, "step_state", state))
     return state
 
 
