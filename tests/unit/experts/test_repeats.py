@@ -296,7 +296,9 @@ def train(case: Case, steps: int, ours: bool) -> dict[str, Any]:
             "states": states,
             "repeated": [call.args[0] - 1 for call in repeated.call_args_list],
             "verified": [call.args[0] - 1 for call in verified.call_args_list],
-            "told": all(call.args[1] > call.args[2] > 0 for call in repeated.call_args_list),
+            "told": all(
+                call.args[1].rows > call.args[1].bound > 0 for call in repeated.call_args_list
+            ),
             "passes": trainer.forward_passes,
             "counts": trainer.session.counters.as_dict() if trainer.session is not None else {},
         }
