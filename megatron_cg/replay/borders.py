@@ -138,7 +138,9 @@ pass_on: Any = PassedOn.apply
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor)
+    """Another tensor on it; ``view_as`` would change strides of dimensions of size 1."""
+    made: torch.Tensor = torch.ops.aten.alias.default(tensor)
+    return made
 
 
 def copied(value: Any, memory: dict[int, torch.UntypedStorage | None]) -> Any:

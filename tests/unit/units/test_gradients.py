@@ -408,3 +408,25 @@ def test_gradients_with_various_strides_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"result 0 is strides \(0, 0\) or strides"):
         train_strided(lambda _: loss, {})
+
+
+class Pictures(nn.Module):
+    """Units on one picture, channels last: kernels choose a layout by the strides of size 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.units = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return in_turn(self.units, self.inner(x.to(memory_format=torch.channels_last)))
+
+
+def test_one_picture_keeps_the_layout_of_eager_training() -> None:
+    def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
+        y = run.model(torch.randn(1, 3, 13, 13))
+        rest = run.model.norm(y).square().mean()
+        return backward(rest + y.mean((2, 3)).square().mean())
+
+    assert_as_eager({"replayed": REPLAYED}, Pictures, microbatch, units="units.*")
