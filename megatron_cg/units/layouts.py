@@ -69,6 +69,8 @@ _CAUSE = (
 
 def strides_of(tensor: torch.Tensor) -> Strides:
     """Its strides; 0 for a dimension of one element, or of elements that share memory."""
+    if tensor.dim() in (4, 5):  # Kernels of images choose a memory format by these strides, too.
+        return tensor.stride()
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return tuple(stride if size > 1 else 0 for stride, size in pairs)
 

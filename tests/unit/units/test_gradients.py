@@ -416,17 +416,24 @@ class Pictures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
-        self.units = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
-        self.to(memory_format=torch.channels_last)
+        layers = (nn.Conv2d(8, 8, 3, padding=1), nn.Upsample(scale_factor=2, mode="bilinear"))
+        self.units = nn.ModuleList(nn.Sequential(*layers) for _ in range(2))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor) -> Any:
         return in_turn(self.units, self.inner(x.to(memory_format=torch.channels_last)))
 
 
-def test_one_picture_keeps_the_layout_of_eager_training() -> None:
+PICTURES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "of a result": lambda model, y: model.norm(y).square().mean() + y.mean((2, 3)).square().mean(),
+    "of its gradient": lambda _, y: y.flatten(2).transpose(1, 2).softmax(-1).square().mean(),
+}
+"""By whose layout it is."""
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_one_picture_keeps_the_layout_of_eager_training(name: str) -> None:
     def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
-        y = run.model(torch.randn(1, 3, 13, 13))
-        rest = run.model.norm(y).square().mean()
-        return backward(rest + y.mean((2, 3)).square().mean())
+        return backward(PICTURES[name](run.model, run.model(torch.randn(1, 3, 13, 13))))
 
     assert_as_eager({"replayed": REPLAYED}, Pictures, microbatch, units="units.*")
