@@ -19,8 +19,10 @@ Note [What autograd would have done]
 
 Note [Passes that name their inputs]
     ``torch.autograd.grad``, or ``backward`` with ``inputs``, computes gradients of some tensors
-    only. Nothing tells whether detached weights are among them. So a replay has one more
+    only. In a replay nothing tells whether detached weights are among them. So it has one more
     input, a leaf that no caller can name. A pass that does not reach the leaf ends with an error.
+    One that names only what the replay has detached does not come to the replay: it ends with the
+    error as it begins.
 
 Note [Nodes that are kept]
     A weight has one AccumulateGrad node as long as something refers to it. Otherwise each query
@@ -38,18 +40,29 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.part import NotApplicableError
-from megatron_cg.replay.borders import CURRENT_PASS, NO_PASS, in_backward_pass
+from megatron_cg.replay.borders import (
+    CURRENT_PASS,
+    INPUTS,
+    NO_PASS,
+    RUN_BACKWARD,
+    in_backward_pass,
+)
 from megatron_cg.replay.guarded_graph import ReplayFunction
-from megatron_cg.upstream.patch import Undo, combined_undo
+from megatron_cg.upstream.patch import Undo, combined_undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 _EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")
-RELIES_ON = (_EXECUTES, CURRENT_PASS)
+RELIES_ON = (_EXECUTES, CURRENT_PASS, RUN_BACKWARD)
 Gradients = Sequence[torch.Tensor | None]
+_NAMED = (
+    "A backward pass that names its inputs, as torch.autograd.grad does, comes to a graph. The "
+    "FSDP fast path has detached its weights from autograd, and cannot give gradients to those "
+    "alone that the pass names. To mend this, "
+)
 
 
 class Taker(Protocol):
@@ -81,6 +94,7 @@ def detach_in_graphs(
     for symbol in RELIES_ON:  # Now, and not in the first replay.
         symbol.find()
     yield detached.close
+    yield detached.look_at_passes()
     for replay in replays:
         replacement = _Replacement(replay, detached, launched)
         yield replay.replace(replacement)
@@ -172,6 +186,32 @@ class DetachedWeights:
         weights = weights or self._add(tail)
         return weights if weights is not None and weights.may_be_detached() else None
 
+    def look_at_passes(self) -> Undo:
+        """Refuse backward passes that name weights, until the returned function is called."""
+        here = weakref.ref(self)  # torch's function must not keep a model that is dropped
+
+        def run(original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+            if args[INPUTS] and (detached := here()) is not None:
+                detached._refuse_named(_nodes(roots), _nodes(args[INPUTS]))
+            return original(roots, *args, **kwargs)
+
+        return run_instead(RUN_BACKWARD, run)
+
+    def _refuse_named(self, roots: list[Any], named: list[Any]) -> None:
+        ids = {id(getattr(node, "variable", None)) for node in named}
+        own = [w for w in self._of.values() if not ids.isdisjoint(map(id, w.parameters))]
+        calls = {node for weights in own for node in weights.calls}
+        if not calls:
+            return
+        ahead, seen = roots, {None, *roots}
+        while ahead:
+            node = ahead.pop()
+            if node in calls:
+                raise FastPathError(_NAMED + say(WITHOUT_FAST_PATH))
+            following = {one for one, _ in getattr(node, "next_functions", ())} - seen
+            seen |= following
+            ahead += following
+
     def close(self) -> None:
         for weights in self._of.values():
             weights.close()
@@ -239,11 +279,7 @@ class DetachedParams:
         """Take a replay's gradients of all its last arguments; see the notes above."""
         now = node.computed_in = CURRENT_PASS.cached()
         if not _EXECUTES.cached(self._of_leaf):
-            raise FastPathError(
-                "A backward pass that names its inputs, as torch.autograd.grad does, reached a "
-                "graph. The FSDP fast path has detached its weights from autograd, and does not "
-                "know whether the pass names them. To mend this, " + say(WITHOUT_FAST_PATH)
-            )
+            raise FastPathError(_NAMED + say(WITHOUT_FAST_PATH))
         if not self.may_be_detached():
             raise FastPathError(
                 "A weight of a graph got a hook, or another AccumulateGrad node, after the forward "
@@ -260,6 +296,13 @@ class DetachedParams:
             self._before[now] = [one if one is None else one.clone() for one in total]
         else:
             self._taker.take_detached(self._together, total, [*map(_EXECUTES.cached, self._nodes)])
+
+
+def _nodes(tensors: Sequence[Any]) -> list[Any]:
+    """The nodes of tensors or edges of autograd."""
+    edges = [one for one in tensors if isinstance(one, GradientEdge)]
+    needed = [one for one in tensors if isinstance(one, torch.Tensor) and one.requires_grad]
+    return [edge.node for edge in (*edges, *map(get_gradient_edge, needed))]
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

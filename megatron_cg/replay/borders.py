@@ -31,8 +31,13 @@ from megatron_cg.upstream.symbols import Symbol
 CURRENT_PASS = Symbol("torch._C:_current_graph_task_id", "which backward pass is under way")
 NO_PASS = -1
 """What it returns outside of backward passes."""
+RUN_BACKWARD = Symbol(
+    "torch.autograd:_engine_run_backward", "what every backward pass from Python calls"
+)
+INPUTS = 3
+"""Which of its arguments after the roots are the tensors whose gradients are asked for."""
 RELIES_ON = (
-    CURRENT_PASS,
+    *(CURRENT_PASS, RUN_BACKWARD),
     Symbol(
         "torch.distributed.tensor:DTensor",
         "a local tensor and its layout",

@@ -35,7 +35,7 @@ from megatron_cg.backends.driver import StorageReference
 from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
-from megatron_cg.replay.borders import in_backward_pass, local, ranks_of_meshes
+from megatron_cg.replay.borders import RUN_BACKWARD, in_backward_pass, local, ranks_of_meshes
 from megatron_cg.replay.guard import GLOBAL_HOOKS, Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_deep, is_known, package_of
 from megatron_cg.replay.settings import SDPA, Switches
@@ -43,7 +43,6 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept, write_back
 from megatron_cg.units.held import functions_in, instances, leaves_held, nothing_frozen
 from megatron_cg.units.python_state import PythonState
-from megatron_cg.units.sums import RUN_BACKWARD
 from megatron_cg.upstream import patch
 
 _MARK = 0x5EED_CA97

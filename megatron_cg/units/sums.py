@@ -14,8 +14,7 @@ Note [Casts that autocast caches]
     is refused if weights are gathered for each pass.
 
 Relied on: torch 2.11, ``Node.next_functions``, ``Node._sequence_nr``; every backward pass that is
-started from Python goes through ``torch.autograd._engine_run_backward``, whose fifth argument are
-the tensors whose gradients are asked for.
+started from Python goes through ``RUN_BACKWARD``.
 
 Note [Results that are views]
     After a write into a view, gradients come to what it is a view of, by the node of the write, and
@@ -44,7 +43,7 @@ from weakref import finalize, ref
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_cg.replay.borders import PassedOn, in_backward_pass
+from megatron_cg.replay.borders import INPUTS, RUN_BACKWARD, PassedOn, in_backward_pass
 from megatron_cg.replay.guard import Mismatch, autocast_of
 from megatron_cg.units.layouts import READ, WRITTEN, GradStrides, Note, ObservedResult
 from megatron_cg.upstream.patch import Undo, combine_undos, run_instead
@@ -53,9 +52,6 @@ from megatron_cg.upstream.symbols import Symbol
 if TYPE_CHECKING:
     from megatron_cg.units.module_unit import ModuleUnit
 
-RUN_BACKWARD = Symbol(
-    "torch.autograd:_engine_run_backward", "what every backward pass from Python calls"
-)
 _NUMBER = Symbol("torch.autograd:_get_sequence_nr", "the number of the next node of this thread")
 _HOOKED = Symbol("torch.nn.modules._functions:BackwardHookFunction", "what a backward hook inserts")
 RELIES_ON = (RUN_BACKWARD, _NUMBER, _HOOKED)
@@ -63,7 +59,6 @@ _Edge = tuple[Any, int]
 Autocast = dict[str, Any]
 """The arguments of a ``torch.autocast``."""
 _DEVICES = ("cpu", "cuda")
-_INPUTS = 3  # Where a backward pass gets the tensors whose gradients it returns.
 _CAUSE = "Autograd sums the gradients of all uses one by one, and a graph its own first. "
 _MEMORY = "Results of a replay share no memory with its arguments or, for autograd, with others. "
 _PART = (
@@ -144,7 +139,7 @@ class Sums:
             around, self._number = self._number, next(self._numbers)
             with ExitStack() as stack:
                 stack.callback(setattr, self, "_number", around)
-                stack.callback(combine_undos(self._look(roots, args[0], args[_INPUTS] or ())))
+                stack.callback(combine_undos(self._look(roots, args[0], args[INPUTS] or ())))
                 return original(roots, *args, **kwargs)
 
         return combine_undos((self._forget, run_instead(RUN_BACKWARD, run)))
@@ -270,7 +265,7 @@ class Later:
 
         def run(original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
             later = here()  # torch's function must not keep a model that is dropped
-            if later is None or not later._begun(roots, args[_INPUTS] or (), number()):
+            if later is None or not later._begun(roots, args[INPUTS] or (), number()):
                 return original(roots, *args, **kwargs)
             try:
                 return original(roots, *args, **kwargs)

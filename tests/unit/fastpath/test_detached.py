@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.backends.driver import GraphResetError
@@ -305,6 +306,25 @@ def test_a_pass_that_names_its_inputs_is_refused(taken: list[int]) -> None:
             torch.autograd.grad(case.call(rows).sum(), named, allow_unused=True)
     undo()
     assert taken == []
+
+
+def test_a_pass_that_names_weights_alone_is_refused_if_it_comes_to_their_graph() -> None:
+    case = Case(PARTS, 2, weights=PARTS)
+    undo, (first, *_), (other, _) = case.install(), case.weights, case.rest
+    loss, edge = case.call(given()).sum() * other.sum(), get_gradient_edge(first)
+    for named in ([first], [other, first], edge):
+        with pytest.raises(FastPathError, match="names its inputs"):
+            loss.backward(inputs=named)
+        with pytest.raises(FastPathError, match="--cg-no-fsdp-fast-path"):
+            torch.autograd.grad(loss * 2, named, allow_unused=True)
+    penalty = first.square().sum()  # Its pass does not come to the graph.
+    assert torch.autograd.grad(penalty, [first], retain_graph=True)[0].equal(2 * first)
+    (given_to_other,) = torch.autograd.grad(loss, [other], retain_graph=True)
+    assert given_to_other.unique().numel() == 1
+    case.megatron.begin()
+    loss.backward()
+    undo()
+    assert torch.autograd.grad(penalty + case.call(given()).sum(), first)[0] is not None
 
 
 def test_a_graph_returns_copies_again_after_a_pass_that_failed_and_the_undo(
