@@ -428,23 +428,11 @@ class GuardedGraph:
         """What says that the backward of an earlier replay is still to come; None if none is."""
         return self.in_flight.broken(self._index)
 
-    def out_of_order(self) -> Mismatch | None:
-        """What waits for its backward, or is still in use, and forbids a replay now; or None.
-
-        See Note [Outputs that outlive their pass].
-        """
-        mismatch = self.waits()
-        if mismatch is None and self.in_flight.is_kept(self._index):
-            self._gives_copies = True
-            return Mismatch(
-                "order",
-                "the outputs and input gradients of earlier passes",
-                "released after their backward",
-                "still in use",
-                "A replay would overwrite them. The unit runs eagerly until they are dropped, and "
-                "gives copies from then on, which takes time: copy what you keep.",
-            )
-        return mismatch
+    def is_kept(self) -> bool:
+        """Whether what the last replay returned is in use; if so, later ones return copies."""
+        is_kept = self.in_flight.is_kept(self._index)
+        self._gives_copies = self._gives_copies or is_kept
+        return is_kept
 
     def _replayed_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up

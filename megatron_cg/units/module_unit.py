@@ -31,6 +31,16 @@ from megatron_cg.units.observe import ObservedCall, tensors_of
 from megatron_cg.units.sums import Autocast
 from megatron_cg.upstream.patch import combine_undos, replace_function
 
+_KEPT = Mismatch(
+    "order",
+    "the outputs and input gradients of earlier passes",
+    "released after their backward",
+    "still in use",
+    "A replay would overwrite them. The unit runs eagerly until they are dropped, and gives copies "
+    "from then on, which takes time: copy what you keep.",
+)
+"""See Note [Outputs that outlive their pass] in ``replay/guarded_graph.py``."""
+
 
 @dataclass(frozen=True)
 class _Tensor:
@@ -259,6 +269,7 @@ class ModuleUnit(Unit):
                     self.watched = [*kept, *self._watch(value, given)]
                 return value
 
-            return mismatch or not_recomputed() or graph.out_of_order() or replay
+            mismatch = mismatch or not_recomputed() or graph.waits()
+            return mismatch or (_KEPT if graph.is_kept() else replay)
 
         return replay_instead(target, prepare)
