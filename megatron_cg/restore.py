@@ -65,6 +65,12 @@ class Restores(ExitStack):
             raise NotRestoredError([*failed, *getattr(raised[1], "failed", ())]) from errors[0][0]
 
 
+def device_generator() -> list[torch.Generator]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
 @contextmanager
 def values_kept(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Restore the values of named tensors on exit, also of one that was given other memory."""

@@ -20,7 +20,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.roles import CaptureTimeHooks
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.guarded_graph import ReplayFunction
-from megatron_cg.restore import Restores
+from megatron_cg.restore import Restores, device_generator
 from megatron_cg.upstream.symbols import Symbol
 from megatron_cg.upstream.te import fp8_recipe, rng_states
 
@@ -36,12 +36,6 @@ _ENDS = tuple(
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
 )
 RELIES_ON = (_TRACKER, _STATES, *_ENDS)
-
-
-def device_generator() -> list[torch.Generator]:
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def megatron_tracker() -> Any:

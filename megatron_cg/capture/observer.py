@@ -41,14 +41,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.backends.base import device_generator, generators_of
+from megatron_cg.backends.base import generators_of
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
 from megatron_cg.replay.borders import local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
-from megatron_cg.restore import values_kept
+from megatron_cg.restore import device_generator, values_kept
 from megatron_cg.upstream.patch import wrap_method
 from megatron_cg.upstream.symbols import Symbol
 

@@ -41,14 +41,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from megatron_cg.backends.base import device_generator
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.errors import STEP_DIFFERS
 from megatron_cg.replay.plain import LIBRARIES, RECORDS, is_known, is_plain
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Digests
-from megatron_cg.restore import Restores, put_back
+from megatron_cg.restore import Restores, device_generator, put_back
 from megatron_cg.telemetry import step_repeated, step_verified
 from megatron_cg.upstream.patch import set_attribute, undone_after
 from megatron_cg.upstream.te import rng_states

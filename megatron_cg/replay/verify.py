@@ -45,6 +45,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from megatron_cg.replay.borders import local, same_placements, spec_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.unit import Unit
+from megatron_cg.restore import device_generator
 
 RestoreContext = Callable[[], AbstractContextManager[None]]
 _Named = list[tuple[str, torch.Tensor | None]]
@@ -145,11 +146,9 @@ def _copies(layer: nn.Module, made: Sequence[torch.Tensor | None]) -> _Named:
 
 
 def _states() -> _Named:
-    generators = [("the host's", torch.default_generator)]
-    if torch.cuda.is_available():
-        own = torch.cuda.default_generators[torch.cuda.current_device()]
-        generators.append(("the device's", own))
-    return [(f"state of {whose} random generator", one.get_state()) for whose, one in generators]
+    generators = {"host": [torch.default_generator], "device": device_generator()}
+    named = ((where, one) for where, found in generators.items() for one in found)
+    return [(f"state of the {where}'s random generator", one.get_state()) for where, one in named]
 
 
 def _backward(unit: Unit, needing: Sequence[torch.Tensor]) -> None:
