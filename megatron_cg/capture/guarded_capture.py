@@ -207,14 +207,10 @@ class GuardedCapture:
 
         ``begin`` is called when all is ready and before the first hook runs, and may raise.
         """
-        order = HookOrder(
-            self._layers,
-            [hooks.capture_time for hooks in self._unit_hooks],
-            request.warmups,
-            begun=self._pass_begun,
-            ended=self._pass_ended,
-        )
-        request.hooks, request.names = order.wrapped, [unit.name for unit in self._units]
+        request.names = [unit.name for unit in self._units]
+        request.hooks = [hooks.capture_time for hooks in self._unit_hooks]
+        order = HookOrder(request, begun=self._pass_begun, ended=self._pass_ended)
+        request.hooks = order.wrapped
         watched = self._sharding.watched_memory
         self._observers = tuple(
             PassObserver(unit, own, named, watched(unit.layer, unit.graphed))

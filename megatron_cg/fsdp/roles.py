@@ -31,11 +31,11 @@ Note [Around a pass]
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -51,6 +51,9 @@ from megatron_cg.errors import (
 from megatron_cg.hooks import HookKind, HookRecord, describe, innermost, is_idle, module_hooks
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
+
+if TYPE_CHECKING:
+    from megatron_cg.backends.base import CaptureRequest
 
 PLACES = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
 """The packages that ship it."""
@@ -272,27 +275,25 @@ class OutOfStepError(CaptureError):
 class HookOrder:
     """Every call of a capture-time hook from the first warmup to the last backward capture.
 
-    Pass ``wrapped`` to the backend instead of the hooks. Each call is then checked against the
-    expected order. ``begun`` and ``ended`` are called around each pass; see Note [Around a pass].
+    The backend gets ``wrapped`` instead of the request's hooks, so that each call is checked.
+    ``begun`` and ``ended`` are called around each pass; see Note [Around a pass].
     """
 
     def __init__(
         self,
-        callables: Sequence[nn.Module],
-        hooks: Sequence[CaptureTimeHooks],
-        warmups: int,
+        request: "CaptureRequest",
         *,
         begun: AroundPass = lambda _layer, _forward, _warmup: None,
         ended: AroundPass = lambda _layer, _forward, _warmup: None,
     ) -> None:
-        layers = range(len(callables))
+        layers = range(len(request.callables))
         forward = [(layer, key) for layer in layers for key in _OF_FORWARD]
         backward = [(layer, key) for layer in reversed(layers) for key in _OF_BACKWARD]
-        self._entries = [*forward, *backward] * (warmups + 1)
-        self.warmup_passes = 2 * len(layers) * warmups
+        self._entries = [*forward, *backward] * (request.warmups + 1)
+        self.warmup_passes = 2 * len(layers) * request.warmups
         self._position = 0
         self._raised = ""
-        self._callables, self._hooks = tuple(callables), tuple(hooks)
+        self._request, self._hooks = request, request.hooks
         self._begun, self._ended = begun, ended
         # One function per key, even without hooks, so that every call is checked.
         self.wrapped: list[CaptureTimeHooks] = [
@@ -325,20 +326,20 @@ class HookOrder:
         try:
             while not self.finished and not self._raised:
                 layer, key = self._entries[self._position]
-                self._run(layer, key, self._callables[layer])
+                self._run(layer, key, self._request.callables[layer])
         except Exception as error:
             cause = error
         if self._raised:
             layer, key = self._entries[self._position]
             raise OutOfStepError(
-                f"one of the {key} of callable {layer} ({type(self._callables[layer]).__name__}) "
-                f"raised {self._raised}. So this rank may have left out collectives that the other "
-                "ranks wait for, and training cannot go on. " + say(WITHOUT_GRAPHS)
+                f"one of the {key} of {self._request.label(layer)} raised {self._raised}. So this "
+                "rank may have left out collectives that the other ranks wait for, and training "
+                "cannot go on. " + say(WITHOUT_GRAPHS)
             ) from cause
 
     def _called(self, layer: int, key: str, module: nn.Module) -> None:
         if self.finished or self._entries[self._position] != (layer, key):
-            raise self._other_order(f"{key} of callable {layer}")
+            raise self._other_order(f"{key} of {self._request.label(layer)}")
         is_forward, is_warmup = key in _OF_FORWARD, self._position < 2 * self.warmup_passes
         if key in _AFTER_A_PASS:
             self._ended(layer, is_forward, is_warmup)
@@ -357,7 +358,7 @@ class HookOrder:
 
     def _other_order(self, actual: str) -> UpstreamChangedError:
         layer, key = self._entries[self._position] if not self.finished else (0, "")
-        expected = f"{key} of callable {layer}" if key else "no more hooks"
+        expected = f"{key} of {self._request.label(layer)}" if key else "no more hooks"
         return changed(
             "transformer-engine",
             "transformer_engine.pytorch.graph:_make_graphed_callables",

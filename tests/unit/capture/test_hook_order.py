@@ -64,7 +64,7 @@ def test_each_call_comes_when_it_is_expected(
         capture = loops_of_te(monkeypatch) if of_te else TapeBackend().capture
         bare = bare_calls(capture, warmups)
         request = linear(3, recording_hooks(3, calls), warmups)
-        order = HookOrder(request.callables, request.hooks, warmups)
+        order = HookOrder(request)
         assert not order.finished
         capture(replace(request, hooks=order.wrapped))
     order.check_finished()
@@ -77,7 +77,7 @@ def test_the_rest_is_what_was_missing_wherever_it_stopped(warmups: int) -> None:
     for before in range(2 * 2 * 3 * (warmups + 1)):
         calls: list[Call] = []
         request = linear(3, recording_hooks(3, calls), warmups)
-        order = HookOrder(request.callables, request.hooks, warmups)
+        order = HookOrder(request)
         with pytest.raises(Stopped):
             TapeBackend().capture(replace(request, hooks=stop_after(before, order.wrapped)))
         assert calls == bare[: len(calls)] and not order.finished
@@ -111,14 +111,15 @@ def call(order: HookOrder, layer: int, key: str) -> None:
 
 def test_another_order_names_te_and_both_calls() -> None:
     calls: list[Call] = []
-    order = HookOrder(linear(2).callables, recording_hooks(2, calls), 0)
+    order = HookOrder(linear(2, recording_hooks(2, calls)))
     call(order, 0, "forward_pre_hooks")
     message = (
         r"transformer-engine .*: transformer_engine\.pytorch\.graph:_make_graphed_callables .*"
-        r"at call 2 of capture-time hooks, of 8: forward_hooks of callable 0, where "
+        r"at call 2 of capture-time hooks, of 8: forward_hooks of callable 0 \(Linear\), where "
     )
     for layer, key in ((1, "forward_hooks"), (0, "forward_pre_hooks")):
-        with pytest.raises(UpstreamChangedError, match=f"{message}{key} of callable {layer} came"):
+        came = rf"{key} of callable {layer} \(Linear\) came"
+        with pytest.raises(UpstreamChangedError, match=message + came):
             call(order, layer, key)
     with pytest.raises(UpstreamChangedError, match=f"{message}nothing came"):
         order.check_finished()
@@ -139,9 +140,7 @@ def test_a_pass_begins_after_the_hooks_before_it_and_ends_before_those_after_it(
         return lambda _module: seen.append(key)
 
     order = HookOrder(
-        linear(1).callables,
-        [{key: {0: noting(key)} for key in CAPTURE_TIME_KEYS}],
-        0,
+        linear(1, [{key: {0: noting(key)} for key in CAPTURE_TIME_KEYS}]),
         begun=lambda *which: seen.append(("begun", which, order.under_way)),
         ended=lambda *which: seen.append(("ended", which)),
     )

@@ -272,7 +272,7 @@ def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None) -> Non
     before = () if first is None else (partial(at, "before the first hook", first),)
     # Not the error raised here: it is from the rank that ended first.
     ends = ended(partial(capture, "eager", in_a_hook, *before))
-    assert "OutOfStepError: one of the forward_pre_hooks of callable" in ends[1]
+    assert "OutOfStepError: one of the forward_pre_hooks of layer " in ends[1]
     assert "raised RuntimeError: no unshard." in ends[1]
     assert first is None or f"RuntimeError: {first}" in ends[1]
     # The other rank waited for this one until it was gone, or was ended with it.
