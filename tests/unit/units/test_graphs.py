@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron_cg.capture.guarded_capture import GuardedCapture
 from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, PhaseError
+from megatron_cg.integrations.repeated_step import _saved
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.units.graphs import graph_units
 from tests.unit.counted import expect
@@ -223,9 +224,11 @@ class Waits(TapeBackend):
         self.waits += 1
 
 
+@pytest.mark.parametrize("saves", [False, True])
 def test_a_model_that_is_dropped_is_freed_after_the_last_replay(
-    monkeypatch: pytest.MonkeyPatch,
+    saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if its state is saved in each step, as with a bound of rows."""
     # What closes graphs at the end of a process stays until then, and holds no model.
     closing = "megatron_cg.units.graphs.graphs_close_in_time"
     monkeypatch.setattr(closing, lambda: lambda: None)
@@ -235,6 +238,8 @@ def test_a_model_that_is_dropped_is_freed_after_the_last_replay(
     made = training.graphs(backend=backend)
     assert list(training.run(made)) and made.counters.replayed == REPLAYED
     waits, model = backend.waits, training.model
+    if saves and made.session is not None:
+        assert _saved(made.session, again=True) is made.session.step_state
     dropped = weakref.ref(model), weakref.ref(model[0].cuda_graphs[0].graph)
     del training, made
     gc.collect()
