@@ -46,11 +46,6 @@ class Configuration:
     def counts_on_device(self) -> bool:
         return self.graph.cg_grouped_gemm != "te"
 
-    @property
-    def captures_dropless_experts(self) -> bool:
-        captured = self.run.wants_graphs and self.captures_experts
-        return captured and self.counts_on_device and not self.run.drops_and_pads
-
 
 Facts = Mapping[str, object]
 

@@ -34,9 +34,6 @@ BACKENDS = MappingProxyType(
 PACKAGES = ("megatron-core", "megatron-fsdp", "transformer-engine", "torch")
 """The distributions whose versions the rules read."""
 
-FRAMEWORKS = ("megatron-bridge", "torchtitan")
-"""Those of loops that this package was run with; the doctor reads them too."""
-
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "NCCL_GRAPH_REGISTER",
@@ -111,10 +108,6 @@ def _flag(default: Any, takes: Any, text: str, **argparse_options: Any) -> Any:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-VERIFY_STEPS = 3
-"""What alignments set ``--cg-verify-steps`` to."""
 
 
 def argument_of(name: str) -> str:

@@ -59,13 +59,18 @@ _Found = Iterator[tuple[bool, str, str, str]]
 """Whether something is wrong, what, why, and what to type instead."""
 
 
+def _captures_dropless(given: Configuration) -> bool:
+    captured = given.run.wants_graphs and given.captures_experts
+    return captured and given.counts_on_device and not given.run.drops_and_pads
+
+
 def _against_one_kernel(given: Configuration) -> list[Facts]:
     gemm = given.graph.cg_grouped_gemm
     if gemm == "te":
         return []
     by_kernel = _against_torchs(given.run) if gemm == "torch" else _against_cublass(given)
     last = f", or {{drop:{' '.join([_GEMM, *_of_exchange(given)])}}}"
-    if given.captures_dropless_experts:
+    if _captures_dropless(given):
         last += f" and {_ROUTER}"
     return [
         {"what": say(what, run=given.run), "why": why, "instead": say(instead + last)}
@@ -135,18 +140,18 @@ def _without_fixed_shapes(given: Configuration) -> list[Facts]:
 def _drops_unpadded(given: Configuration) -> bool:
     run, factor = given.run, given.run.moe_expert_capacity_factor
     drops = factor is not None and factor >= 0
-    return given.captures_dropless_experts and drops and not run.moe_pad_expert_input_to_capacity
+    return _captures_dropless(given) and drops and not run.moe_pad_expert_input_to_capacity
 
 
 def _unknown_balancing(given: Configuration) -> list[Facts]:
-    kinds = given.run.moe_router_load_balancing_type if given.captures_dropless_experts else ()
+    kinds = given.run.moe_router_load_balancing_type if _captures_dropless(given) else ()
     others = [kind for kind in kinds if kind not in _BALANCING]
     return [{"others": " ".join(others)}] if others else []
 
 
 def _reads_counts(given: Configuration) -> bool:
     kind = given.run.moe_token_dispatcher_type
-    refused = ("allgather", "flex") if given.captures_dropless_experts else ("allgather",)
+    refused = ("allgather", "flex") if _captures_dropless(given) else ("allgather",)
     return given.captures_experts and kind in refused
 
 
@@ -166,7 +171,7 @@ def _pads_rows(given: Configuration) -> list[Facts]:
 def _exchanges_nothing(given: Configuration) -> list[Facts]:
     """Flags about the exchange of rows in a run whose graphs hold none."""
     run = given.run
-    exchanges = given.captures_dropless_experts and run.expert_model_parallel_size > 1
+    exchanges = _captures_dropless(given) and run.expert_model_parallel_size > 1
     flags = {} if exchanges or not run.wants_graphs else _of_exchange(given)
     return [{"name": name, "value": value} for name, value in flags.items()]
 
@@ -238,7 +243,7 @@ RULES = (
     ),
     Rule(
         "experts-tensor-parallel",
-        lambda c: c.captures_dropless_experts and c.run.expert_tensor_parallel_size > 1,
+        lambda c: _captures_dropless(c) and c.run.expert_tensor_parallel_size > 1,
         "dropless experts in a graph that are split over several tensor-parallel ranks",
         "the ranks of an expert then exchange rows by numbers that Megatron reads on the CPU",
         "{add:--expert-tensor-parallel-size 1}, or " + _ROUTER,

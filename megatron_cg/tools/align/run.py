@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rules import ANY_RUN
-from megatron_cg.arguments.schema import VERIFY_STEPS, GraphArguments, flag_of
+from megatron_cg.arguments.schema import GraphArguments, flag_of
 from megatron_cg.errors import STEP_DIFFERS, MegatronCGError
 from megatron_cg.tools.record.compare import (
     FAILED,
@@ -34,6 +34,8 @@ _BUILDER = Symbol(
 RELIES_ON = (_BUILDER,)
 
 EAGER, GRAPHS = "eager", "graphs"
+VERIFY_STEPS = 3
+"""What alignments set ``--cg-verify-steps`` to."""
 PACKAGE = Path(__file__).resolve().parents[2]
 
 BASE_FLAGS = (

@@ -18,7 +18,6 @@ if __name__ == "__main__":
 import torch
 from megatron.core import parallel_state
 
-from megatron_cg.arguments.schema import VERIFY_STEPS
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.extensions import allow_full_recompute
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -27,6 +26,7 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.train import Trainer
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.telemetry import recording
+from megatron_cg.tools.align.run import VERIFY_STEPS
 from megatron_cg.tools.record.record import Recorder
 from megatron_cg.upstream.patch import undone_after
 

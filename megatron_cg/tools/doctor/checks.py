@@ -30,10 +30,13 @@ from typing import Any
 from megatron_cg import extensions
 from megatron_cg.arguments import rules, schema
 from megatron_cg.arguments.rule import Configuration
-from megatron_cg.arguments.schema import FRAMEWORKS, PACKAGES
+from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.errors import Violation
 from megatron_cg.upstream import te
 from megatron_cg.upstream.symbols import Symbol, installed_version
+
+FRAMEWORKS = ("megatron-bridge", "torchtitan")
+"""Those of loops that this package was run with."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 LEVELS = ERROR, WARNING, OK = "error", "warning", "ok"
