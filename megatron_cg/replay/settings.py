@@ -118,17 +118,14 @@ def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
         for key, value in vars(config).items():
             counts = is_plain(value) or is_container(value) or key == "activation_func"
             if counts and key not in _OF_LOOPS:
-                holder = vars(config) if value is not None else _NotGiven(vars(config))
+                holder: Any = vars(config)
+                if value is None:
+                    holder = SimpleNamespace(get=partial(_not_a_function, holder))
                 what = f"{key} of the model's {type(config).__name__}"
                 yield Entry(holder, key, _CLAUSE, what)
 
 
-class _NotGiven:
-    """Fields of a config without a value. A loop gives it functions, for gradients and timers."""
-
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields = fields
-
-    def get(self, key: str) -> Any:
-        value = self._fields.get(key)
-        return None if callable(value) else value
+def _not_a_function(fields: Mapping[str, Any], key: str) -> Any:
+    """The field of a config; None if a loop gave it a function, as for gradients and timers."""
+    value = fields.get(key)
+    return None if callable(value) else value
