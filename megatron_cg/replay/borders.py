@@ -144,8 +144,9 @@ pass_on: Any = PassedOn.apply
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor on it; ``view_as`` would change strides of dimensions of size 1."""
-    made: torch.Tensor = torch.ops.aten.alias.default(tensor)
-    return made
+    if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor):
+        return tensor.view_as(tensor)  # TE's quantized ones (2.20.2) would be dequantized.
+    return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
 
 
 def copied(value: Any, memory: dict[int, torch.UntypedStorage | None]) -> Any:
