@@ -75,6 +75,12 @@ def strides_of(tensor: torch.Tensor) -> Strides:
     return tuple(stride if size > 1 else 0 for stride, size in pairs)
 
 
+def _alike(tensor: torch.Tensor, strides: Strides) -> bool:
+    """Whether it has these strides, but for dimensions of one element: those a graph gives it."""
+    both = zip(strides_of(tensor), strides, tensor.shape, strict=True)
+    return all(now == was or size <= 1 for now, was, size in both)
+
+
 def _compact_strides(tensor: torch.Tensor) -> Strides | None:
     """Its strides if its elements fill their memory, so that a new tensor like it has them."""
     step, strides = 1, strides_of(tensor)
@@ -115,7 +121,7 @@ class GradStrides:
             self.varies = self.layout.broken(gradient) or self.varies
         own = local(gradient)
         before, now = self._last, (own.shape, strides_of(own))
-        if before is not None and before[0] == now[0] and before != now:
+        if before is not None and before[0] == now[0] and not _alike(own, before[1]):
             self.varies = _mismatch(self._name, f"strides {before[1]}", f"strides {now[1]}")
         self._last = now
 
@@ -269,7 +275,8 @@ class Gradients:
         """The first of the results' gradients that comes otherwise than in the capture."""
         for number, strides in self._results.items():
             gradient = gradients[number]
-            if gradient is not None and (now := strides_of(gradient)) != strides:
+            if gradient is not None and not _alike(gradient, strides):
+                now = strides_of(gradient)
                 return _mismatch(f"result {number}", f"strides {strides}", f"strides {now}")
         return None
 
