@@ -2,8 +2,8 @@
 
 A graph takes tensors and nothing else. An argument that is no tensor keeps its observed value:
 capture uses it, and a call with another value is not replayed. Tensors may be in tuples, lists,
-dicts, named tuples, and in a ``BlockMask`` of flex_attention. A graph gets the first tensor of a
-call by position, and all others by name, such as ``position_embeddings[0]``.
+dicts, named tuples, a ``UserDict`` and a ``BlockMask`` of flex_attention. A graph gets the first
+tensor of a call by position, and all others by name, such as ``position_embeddings[0]``.
 
 Note [Expanded tensors]
     Nothing can be copied into a tensor whose elements share memory, such as a mask that is expanded
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dis
 import operator
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -83,7 +84,7 @@ _DEPTH = 8
 
 
 class Parts(dict[str, Any]):
-    """What a block mask or a function consists of; ``whole`` makes another one of such parts."""
+    """What a block mask, ``UserDict`` or function consists of; ``whole`` makes another one."""
 
     def __init__(self, whole: Any, parts: dict[str, Any]) -> None:
         super().__init__(parts)
@@ -114,7 +115,7 @@ class _Function:
 
 
 def in_parts(value: Any) -> Any:
-    """``value`` with the parts of each block mask in it, for torch's tree functions."""
+    """``value`` with the parts of each such object in it, for torch's tree functions."""
     kind = type(value)
     if kind in _LEAVES:  # Most, and each replay asks.
         return value
@@ -126,7 +127,15 @@ def in_parts(value: Any) -> Any:
         return kind(map(in_parts, value))
     if kind is dict:
         return {key: in_parts(one) for key, one in value.items()}
+    if isinstance(value, UserDict) and _is_items_alone(value):
+        return Parts(kind, {key: in_parts(one) for key, one in value.items()})
     return value
+
+
+def _is_items_alone(value: UserDict[Any, Any]) -> bool:
+    """Whether another one with these items is the same; Gemma 4 has such for keys and values."""
+    own = type(value).__init__ is UserDict.__init__ and [*vars(value)] == ["data"]
+    return own and all(type(key) is str for key in value)
 
 
 def _opened(value: Any, depth: int) -> Any:

@@ -1,6 +1,7 @@
 """Which arguments and results of a call go through a graph, and which must be as they were."""
 
 import functools
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.units.call import CallSpec
-from tests.unit.units.plain import Unit, refused, units
+from tests.unit.units.plain import Training, Unit, backward, refused, units
 
 X, Y, MASK = torch.ones(1), torch.ones(2), torch.ones(3)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,6 +55,16 @@ class Fields:
     main: torch.Tensor
 
 
+class Shared(UserDict[str, Any]):
+    pass
+
+
+class Counted(UserDict[str, Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+
 NESTED = call(Y, (X, MASK), mask={"full": [MASK, 3], "none": None})
 TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
     (forward, call(X, True, Y, mask=MASK, scale=1), X, {"y": Y, "mask": MASK}),
@@ -63,6 +74,7 @@ TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
     (variadic, call(1, X, Y, x=MASK), X, {"number 2": Y, "x": MASK}),
     (scaled, call(X, Y, bias=MASK), X, {"number 1": Y, "bias": MASK}),
     (forward, call(X, Packed(Y, 7)), X, {"flag.starts": Y}),
+    (forward, call(X, Shared(), UserDict(kept=(Y, MASK))), X, {"y.kept[0]": Y, "y.kept[1]": MASK}),
 ]
 """A function, a call, its first tensor, and the others by name."""
 
@@ -101,6 +113,8 @@ MISMATCHES: list[tuple[Call, Call, str]] = [
     (call(LEAF, 1, LEAF), call(LEAF, 1, Y), "argument y"),
     (call(LEAF, 1, OTHER), call(LEAF, 1, LEAF), "argument y"),
     (call(X, 1, X), call(X, 1, Y), "argument y"),
+    (call(X, Shared()), call(X, Shared(kept=Y)), "argument flag"),
+    (call(X, Shared()), call(X, UserDict()), "argument flag"),
     (call(X, 1, Y), call(X, 1, X), "argument y"),
     (call(X, LIST, LIST), call(X, LIST, [*LIST]), "argument y"),
     (call(X, LIST, [*LIST]), call(X, LIST, LIST), "argument y"),
@@ -163,6 +177,7 @@ class Array:
         (call(X, Array()), ["argument flag"]),
         (call(X, KIND), ["argument flag"]),
         (call(X, y=Fields(Y)), ["argument y"]),
+        (call(X, Counted(), UserDict({1: X})), ["argument flag", "argument y"]),
     ],
 )
 def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
@@ -179,3 +194,16 @@ class Sets(Unit):
 
 def test_an_attribute_that_no_replay_sets_is_named() -> None:
     refused(CaptureError, "sets attribute loss in its forward pass", lambda: units(Sets))
+
+
+class Storing(Unit):
+    def forward(self, x: torch.Tensor, kept: Any = None) -> torch.Tensor:
+        kept["last"] = y = super().forward(x)
+        return y
+
+
+def test_an_argument_that_a_unit_fills_is_refused() -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        return backward(run.model[1](run.model[0](x, Shared()), Shared()).square().mean())
+
+    refused(CaptureError, "changes a list, dict or object", lambda: units(Storing), microbatch)
