@@ -79,7 +79,8 @@ def check_seen(units: Iterable[str], observer: Observer) -> None:
             "unit-not-called",
             f"unit {name}",
             "it was not called with model.train() and gradients on in the steps before capture",
-            "give more warmup_steps, leave off torch.compile around units (torch_compile of a "
+            "give more warmup_steps; if it trains in eval mode, call unit.train(), and .eval() on "
+            "its dropouts and norms; leave off torch.compile around units (torch_compile of a "
             "Trainer), or take it out of units",
         )
         for name in units

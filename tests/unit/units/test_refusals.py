@@ -362,3 +362,26 @@ def test_a_parameter_that_is_given_is_refused_and_a_view_of_it_is_not() -> None:
     words = r"argument weight is a Parameter, .*pass a view"
     given = partial(tied, by_view=False)
     plain.refused(ConfigurationError, words, Outside, given, units="layers.*")
+
+
+class Dropped(Unit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.dropout(super().forward(x))
+        return y
+
+
+def test_units_that_train_in_eval_mode_are_refused_and_their_dropouts_may() -> None:
+    make = partial(units, Dropped)
+    plain.refused(
+        ConfigurationError, "call unit.train", make, train, 1, lambda run: run.model.eval()
+    )
+
+    def before(run: Training) -> None:
+        for unit in run.model.eval():
+            unit.train().dropout.eval()
+
+    assert_as_eager({"replayed": plain.REPLAYED}, make, train, 1, before)
