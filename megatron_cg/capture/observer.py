@@ -198,7 +198,7 @@ class PassObserver:
             if parameter is not None and (self.asks_for_gradients or not parameter.requires_grad):
                 what = f"requires_grad of {attribute(path, name)}"
                 yield Entry(_NEEDS, parameter, "frozen", what)
-        if self._unit.is_plain_module:  # Of others a new attribute is seen once a step.
+        if self._unit.is_plain_module:  # Of others a new attribute is seen once a pass.
             yield Entry(vars(owner), "_compiled_call_impl", "forward", f"what compiles {path}")
         if owner is not self._unit.layer:  # The replay replaces the layer's own forward.
             yield Entry(vars(owner), "forward", "forward", f"own forward of {path}")

@@ -390,7 +390,7 @@ class GuardedGraph:
     def forbids(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a replay with these arguments, also a verification, if one is due."""
         mismatch = self._guard.broken(args, kwargs)
-        mismatch = mismatch or self.mismatches.other_switch
+        mismatch = mismatch or self.mismatches.other_setting(self._index)
         mismatch = mismatch or self._verifications.refuted.get(self._index)
         if mismatch is None and (self._index in self._verifications.due or not self._replayed):
             self.mismatches.conditions.flush_prefetch()

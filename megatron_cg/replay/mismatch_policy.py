@@ -210,9 +210,10 @@ class MismatchPolicy:
         """Other units with a mismatch that was reported, to be named together."""
         self._units = units
         self._settings: Objects | None = None
-        """Switches of torch and settings of modules, as they were in the first step."""
-        self.other_switch: Mismatch | None = None
-        """What says that a switch of torch or a setting of a module has changed, in this step."""
+        """Switches of torch and settings of modules, as they were when the first step began."""
+        self._other_setting: Mismatch | None = None
+        self._asked = len(units)
+        """The index of the unit that asked for them last."""
 
     def begin_step(self) -> None:
         for (clause, subject), units in self._likewise.items():
@@ -224,7 +225,18 @@ class MismatchPolicy:
         self._now.clear()
         self.verifications.begin_step()
         self._settings = self._settings or settings_of(self._units)
-        self.other_switch = self._settings.broken()
+        self._asked = len(self._units)
+
+    def other_setting(self, index: int) -> Mismatch | None:
+        """What says that a switch of torch or a setting of a module is another in this pass.
+
+        The unit ``index`` asks. One that comes before, or is, the last that asked begins a pass.
+        """
+        if index <= self._asked:
+            self._settings = self._settings or settings_of(self._units)
+            self._other_setting = self._settings.broken()
+        self._asked = index
+        return self._other_setting
 
     @property
     def verifies_step(self) -> bool:

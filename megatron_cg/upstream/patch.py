@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Undo = Callable[[], None]
 _ABSENT: Any = object()
 """Stands for an attribute that an object's own dictionary does not have."""
-_COPIES = ("__deepcopy__", "__reduce_ex__")
+COPIES = ("__deepcopy__", "__reduce_ex__")
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ def _forbid_copies(module: nn.Module) -> Undo:
             "close(), or copy its state_dict()"
         )
 
-    return combine_undos(_change(module, name, refuse) for name in _COPIES)
+    return combine_undos(_change(module, name, refuse) for name in COPIES)
 
 
 class _Over(partial[Any]):

@@ -2,8 +2,9 @@
 
 import logging
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import nn
 from megatron_cg.errors import ReplayMismatchError, Voice
 from megatron_cg.integrations.call_arguments import UNITS, CallVoice
 from megatron_cg.replay import guarded_graph as graphed
+from megatron_cg.replay import mismatch_policy
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import replay_instead
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
@@ -121,6 +123,16 @@ def test_units_with_the_same_mismatch_are_named_together(caplog: pytest.LogCaptu
                 policy.mismatched(MISMATCHES[0], f"layers.{number}", collectives=False)
     first, others = caplog.messages
     assert "no replay of layers.9: " in first and "of layers.10 to layers.12 for " in others
+
+
+def test_settings_are_compared_as_a_pass_begins_that_may_leave_units_out() -> None:
+    settings = SimpleNamespace(broken=partial(next, count()))
+    with patch.object(mismatch_policy, "settings_of", return_value=settings):
+        units = [Unit(UNIT, nn.Identity(), ())] * 3
+        policy = MismatchPolicy(ReplayPolicy(), Counters(), units=units)
+        found: list[Any] = [policy.other_setting(index) for index in (1, 2, 0, 1, 1, 2, 1)]
+        policy.begin_step()
+        assert [*found, policy.other_setting(2)] == [0, 0, 1, 1, 2, 2, 3, 4]
 
 
 TURN, ROUND, LAYERS = 10, 300, 3

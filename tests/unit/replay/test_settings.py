@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -122,6 +123,36 @@ def test_what_is_changed_on_a_layer_is_trained_eagerly_from_the_next_step_on() -
         layers, (_, _, steps) = 2, CASES[name]
         assert graphed == eager, name
         assert mismatched == steps * layers, name
+
+
+def scheduled() -> list[Any]:
+    """In the sixth pass, and in all of the fifth step, the scale is another one, and put back."""
+    found: list[Any] = []
+    for graphs in (False, True):
+        with trainer_of(CpuModelConfig(**DENSE), microbatches=2) as trainer:
+            attentions = [layer.self_attention.core_attention for layer in layers_of(trainer)]
+            own, passes = attentions[0].softmax_scale, count()
+
+            def set_scale(scale: float, attentions: list[Any] = attentions) -> None:
+                for attention in attentions:
+                    attention.softmax_scale = scale
+
+            def begin(*_: Any, own: float = own, passes: Any = passes) -> None:
+                set_scale(0.1 if next(passes) in (5, 8, 9) else own)
+
+            trainer.model.register_forward_pre_hook(begin)
+            trainer.model.register_forward_hook(lambda *_, own=own: set_scale(own))
+            numbers = [trainer.step()]
+            if graphs:
+                trainer.capture(TapeBackend())
+            found.append([*numbers, *(trainer.step() for _ in range(5))])
+            assert not graphs or trainer.session.counters.mismatched == 3 * 2
+    return found
+
+
+def test_what_is_changed_for_one_pass_counts_in_that_pass() -> None:
+    ((eager, graphed),) = on_ranks(scheduled, 1)
+    assert eager == graphed
 
 
 def of_class() -> list[list[Any]]:
