@@ -198,7 +198,8 @@ class InFlight:
             _refuse(
                 this.unit,
                 f"comes before that of {last.unit.name}, which was replayed after it, and may "
-                "overwrite what that one reads. Run one backward() over the whole pass.",
+                "overwrite what that one reads. Run one backward() over the whole pass, with the "
+                f"output of every unit. A hook that returns another leaves {last.unit.name} out.",
             )
         if torch.is_grad_enabled():
             # Gradients of a replay have no graph of autograd of their own. What depends on them
