@@ -437,3 +437,18 @@ def test_one_picture_keeps_the_layout_of_eager_training(name: str) -> None:
         return backward(PICTURES[name](run.model, run.model(torch.randn(1, 3, 13, 13))))
 
     assert_as_eager({"replayed": REPLAYED}, Pictures, microbatch, units="units.*")
+
+
+class Residual(nn.Linear):
+    """Autograd sums its argument's gradient in place in eager training, and not in its graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def test_strides_of_size_1_that_graphs_leave_otherwise_end_no_run() -> None:
+    def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.adaptive_avg_pool2d(in_turn(run.model, torch.randn(2, 8, 1, 1)), 1)
+        return backward(nn.functional.layer_norm(y.permute(0, 2, 3, 1), (8,)).pow(3).mean())
+
+    assert_as_eager({"replayed": REPLAYED}, partial(units, partial(Residual, 8, 8)), microbatch)
