@@ -40,7 +40,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.part import NotApplicableError
@@ -49,7 +49,9 @@ from megatron_cg.replay.borders import (
     INPUTS,
     NO_PASS,
     RUN_BACKWARD,
+    edges_of,
     in_backward_pass,
+    users_of,
 )
 from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream.patch import Undo, combined_undo, run_instead
@@ -192,25 +194,17 @@ class DetachedWeights:
 
         def run(original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
             if args[INPUTS] and (detached := here()) is not None:
-                detached._refuse_named(_nodes(roots), _nodes(args[INPUTS]))
+                detached._refuse_named(roots, args[INPUTS])
             return original(roots, *args, **kwargs)
 
         return run_instead(RUN_BACKWARD, run)
 
-    def _refuse_named(self, roots: list[Any], named: list[Any]) -> None:
-        ids = {id(getattr(node, "variable", None)) for node in named}
+    def _refuse_named(self, roots: Sequence[Any], named: Sequence[Any]) -> None:
+        ids = {id(getattr(node, "variable", None)) for node, _ in edges_of(named)}
         own = [w for w in self._of.values() if not ids.isdisjoint(map(id, w.parameters))]
         calls = {node for weights in own for node in weights.calls}
-        if not calls:
-            return
-        ahead, seen = roots, {None, *roots}
-        while ahead:
-            node = ahead.pop()
-            if node in calls:
-                raise FastPathError(_NAMED + say(WITHOUT_FAST_PATH))
-            following = {one for one, _ in getattr(node, "next_functions", ())} - seen
-            seen |= following
-            ahead += following
+        if calls and not calls.isdisjoint(node for node, _ in users_of(roots)):
+            raise FastPathError(_NAMED + say(WITHOUT_FAST_PATH))
 
     def close(self) -> None:
         for weights in self._of.values():
@@ -296,13 +290,6 @@ class DetachedParams:
             self._before[now] = [one if one is None else one.clone() for one in total]
         else:
             self._taker.take_detached(self._together, total, [*map(_EXECUTES.cached, self._nodes)])
-
-
-def _nodes(tensors: Sequence[Any]) -> list[Any]:
-    """The nodes of tensors or edges of autograd."""
-    edges = [one for one in tensors if isinstance(one, GradientEdge)]
-    needed = [one for one in tensors if isinstance(one, torch.Tensor) and one.requires_grad]
-    return [edge.node for edge in (*edges, *map(get_gradient_edge, needed))]
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

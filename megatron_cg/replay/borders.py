@@ -17,12 +17,13 @@ Relied on: torch 2.11, ``DTensor(local, spec, requires_grad=...)``, ``DeviceMesh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
@@ -45,6 +46,8 @@ RELIES_ON = (
     ),
 )
 Change = Callable[[torch.Tensor], torch.Tensor]
+Edge = tuple[Any, int]
+"""A node of autograd, and which of its inputs."""
 _FAR = 16
 """How many nodes are looked at; a gradient that goes further is copied."""
 _COMPUTES = frozenset(
@@ -203,3 +206,28 @@ def ranks_of_meshes(module: nn.Module) -> set[int]:
     specs = {spec_of(tensor) for tensor in (*module.parameters(), *module.buffers())} - {None}
     tensors = (getattr(spec.mesh, "_rank_map", spec.mesh.mesh) for spec in specs)
     return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+def edge_of(tensor: torch.Tensor | GradientEdge) -> Edge:
+    edge = tensor if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def edges_of(roots: Sequence[Any]) -> list[Edge]:
+    return [edge_of(root) for root in roots if getattr(root, "requires_grad", True)]
+
+
+def users_of(roots: Sequence[Any]) -> dict[Edge, list[Any]]:
+    """The nodes that give a gradient to each edge of the graph below ``roots``."""
+    users: dict[Edge, list[Any]] = {edge: [] for edge in edges_of(roots)}
+    ahead, seen = [node for node, _ in users], set()
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                users.setdefault(edge, []).append(node)
+                ahead.append(edge[0])
+    return users

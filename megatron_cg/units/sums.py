@@ -41,9 +41,17 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_cg.replay.borders import INPUTS, RUN_BACKWARD, PassedOn, in_backward_pass
+from megatron_cg.replay.borders import (
+    INPUTS,
+    RUN_BACKWARD,
+    Edge,
+    PassedOn,
+    edge_of,
+    edges_of,
+    in_backward_pass,
+    users_of,
+)
 from megatron_cg.replay.guard import Mismatch, autocast_of
 from megatron_cg.units.layouts import READ, WRITTEN, GradStrides, Note, ObservedResult
 from megatron_cg.upstream.patch import Undo, combine_undos, run_instead
@@ -55,7 +63,6 @@ if TYPE_CHECKING:
 _NUMBER = Symbol("torch.autograd:_get_sequence_nr", "the number of the next node of this thread")
 _HOOKED = Symbol("torch.nn.modules._functions:BackwardHookFunction", "what a backward hook inserts")
 RELIES_ON = (RUN_BACKWARD, _NUMBER, _HOOKED)
-_Edge = tuple[Any, int]
 Autocast = dict[str, Any]
 """The arguments of a ``torch.autocast``."""
 _DEVICES = ("cpu", "cuda")
@@ -84,9 +91,9 @@ class _Call:
     unit: str
     first: int
     """The number that the first node of the call gets."""
-    inputs: Mapping[str, _Edge]
-    outputs: Sequence[_Edge] = ()
-    bases: dict[_Edge, bool] = field(default_factory=dict)
+    inputs: Mapping[str, Edge]
+    outputs: Sequence[Edge] = ()
+    bases: dict[Edge, bool] = field(default_factory=dict)
     """What it makes and returns views of; see Note [Results that are views]. And whether a write
     changes no sum and no strides."""
     last: int = 0
@@ -99,7 +106,7 @@ class _Call:
     """Whether a replay was it, which is one node that uses each once."""
     uses_results: bool = False
 
-    def inside(self, edges: Iterable[_Edge]) -> set[Any]:
+    def inside(self, edges: Iterable[Edge]) -> set[Any]:
         """The nodes of the call that ``edges`` lead to."""
         inside: set[Any] = set()
         ahead = [node for node, _ in edges]
@@ -120,7 +127,7 @@ class Sums:
     def __init__(self, varies: bool) -> None:
         self._varies = varies
         self._calls: list[_Call] = []
-        self._used: dict[_Edge, ObservedResult] = {}
+        self._used: dict[Edge, ObservedResult] = {}
         self.shared: dict[str, tuple[str, str]] = {}
         """By unit: what is summed across its border, and what to do, in words."""
         self.seen: dict[str, _Call] = {}
@@ -150,7 +157,7 @@ class Sums:
 
     def begun(self, unit: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """A forward pass of ``unit`` begins."""
-        edges = {name: _edge(given) for name, given in inputs.items() if given.requires_grad}
+        edges = {name: edge_of(given) for name, given in inputs.items() if given.requires_grad}
         keeps = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES))
         call = _Call(unit, _NUMBER.find()(), edges, cast=set() if keeps else None)
         self._calls.append(call)
@@ -163,7 +170,7 @@ class Sums:
         call = next((call for call in reversed(self._calls) if call.unit == unit), None)
         if call is None or call.outputs:
             return set(), set()
-        edges = {id(output): _edge(output) for output in outputs if output.requires_grad}
+        edges = {id(output): edge_of(output) for output in outputs if output.requires_grad}
         call.outputs = list(edges.values())
         call.last = _NUMBER.find()()
         inside = call.inside(call.outputs)
@@ -173,10 +180,10 @@ class Sums:
         unwritten = set()
         for one in outputs:
             base: Any = one._base
-            if id(one) not in edges or not _is_view(one) or _edge(base)[0] not in inside:
+            if id(one) not in edges or not _is_view(one) or edge_of(base)[0] not in inside:
                 continue
             is_whole = one.numel() == base.numel() or base.is_contiguous()
-            call.bases[_edge(base)] = is_free = uses[_edge(base)] < 2 and is_whole
+            call.bases[edge_of(base)] = is_free = uses[edge_of(base)] < 2 and is_whole
             unwritten |= set() if is_free else {id(one)}
         return own, unwritten
 
@@ -185,13 +192,13 @@ class Sums:
         passes: set[int] = set()
         bases = next((call.bases for call in reversed(self._calls) if call.unit == unit), {})
         for tensor, strides in results:
-            edge = _edge(tensor)
+            edge = edge_of(tensor)
             notes: list[Note] = [(strides.inside or strides).note]
             if strides.inside is not None:
                 used = ObservedResult(unit, tensor, strides.note, _NUMBER.find()())
                 self._used[edge], notes = used, [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
-            if _is_view(tensor) and (base := _edge(tensor._base)) in bases:  # type: ignore[arg-type]
+            if _is_view(tensor) and (base := edge_of(tensor._base)) in bases:  # type: ignore[arg-type]
                 base[0].register_prehook(partial(self._ran, unit, passes, base[1], ()))
 
     def _ran(
@@ -216,13 +223,13 @@ class Sums:
         """Look at a pass that begins, with these gradients of its roots."""
         if not (self._calls or self._used):
             return
-        asked = {*_edges(inputs)}
+        asked = {*edges_of(inputs)}
         for edge, one in self._used.items():
             if edge in asked or one.is_found():
                 self.shared.setdefault(one.unit, READ)
         if self._calls:
             self.autocast = {kind: autocast_now(kind) for kind in _DEVICES}
-        users = _users(roots)
+        users = users_of(roots)
         for call in self._calls:
             what = _crossing(call, users, users, self._varies)
             self.seen[call.unit] = replace(call, inputs={}, outputs=(), bases={})
@@ -233,7 +240,7 @@ class Sums:
         for edge, one in self._used.items():
             yield from one.observe(edge, users.get(edge, ()))
             for root, gradient in zip(roots, gradients, strict=True):
-                if getattr(root, "requires_grad", True) and _edge(root) == edge:
+                if getattr(root, "requires_grad", True) and edge_of(root) == edge:
                     one.add(gradient)
         # Who still has a result may ask again, in another pass.
         kept = ((e, one) for e, one in self._used.items() if e not in users or one.is_alive)
@@ -296,8 +303,8 @@ class Later:
         places = (node._sequence_nr() - self._last for node in replays)
         # A node of this package may come where one of the caller's own has gone.
         made = number - self._last, PassedOn.made - self._own
-        key = (*made, *places, *_shape(_edges(roots), replays))
-        for given, _ in _edges(inputs):
+        key = (*made, *places, *_shape(edges_of(roots), replays))
+        for given, _ in edges_of(inputs):
             node = given
             while _is_own(node):
                 node = node.next_functions[0][0]
@@ -309,23 +316,23 @@ class Later:
                 if one.is_found():
                     self._refuse(one.found, unit)
         nested = inputs and {node for node, unit in replays.items() if self._units[unit].nested}
-        if nested and (found := nested.intersection(node for node, _ in _users(roots))):
+        if nested and (found := nested.intersection(node for node, _ in users_of(roots))):
             self._refuse(_PART, replays[found.pop()])
         self._passes += 1
         if key not in self._fine or self._passes % 20 == 0:
-            self._look(_users(roots), replays)
+            self._look(users_of(roots), replays)
             self._fine = {key, *self._fine} if len(self._fine) < 99 else {key}
         return True
 
-    def _look(self, users: Mapping[_Edge, Sequence[Any]], replays: Mapping[Any, str]) -> None:
-        reached: dict[Any, list[_Edge]] = {}
+    def _look(self, users: Mapping[Edge, Sequence[Any]], replays: Mapping[Any, str]) -> None:
+        reached: dict[Any, list[Edge]] = {}
         for edge in users:
             reached.setdefault(edge[0], []).append(edge)
         several = [edge for edge, by in users.items() if len(by) > 1]
         for node, unit in replays.items():
             if node not in reached or unit not in self._seen:
                 continue
-            inputs, first, last = dict[str, _Edge](), node._sequence_nr(), node._sequence_nr() + 1
+            inputs, first, last = dict[str, Edge](), node._sequence_nr(), node._sequence_nr() + 1
             names = self._units[unit].graph_inputs
             for name, following in zip(names, node.next_functions, strict=False):
                 edge = following
@@ -351,7 +358,7 @@ class Later:
         self._found(Mismatch("sharing", subject, "something else", what, cause), unit)
 
 
-def _shape(edges: list[_Edge], replays: Mapping[Any, str]) -> Iterator[Any]:
+def _shape(edges: list[Edge], replays: Mapping[Any, str]) -> Iterator[Any]:
     """The first nodes behind the last replays, by name, and leaves."""
     ahead = [node for node, _ in edges]
     for _ in range(64):
@@ -364,28 +371,8 @@ def _shape(edges: list[_Edge], replays: Mapping[Any, str]) -> Iterator[Any]:
             ahead += [one for one, _ in node.next_functions] if node not in replays else ()
 
 
-def _edges(roots: Sequence[Any]) -> list[_Edge]:
-    return [_edge(root) for root in roots if getattr(root, "requires_grad", True)]
-
-
-def _users(roots: Sequence[Any]) -> dict[_Edge, list[Any]]:
-    """The nodes that give a gradient to each edge of the graph below ``roots``."""
-    users: dict[_Edge, list[Any]] = {edge: [] for edge in _edges(roots)}
-    ahead, seen = [node for node, _ in users], set()
-    while ahead:
-        node = ahead.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for edge in node.next_functions:
-            if edge[0] is not None:
-                users.setdefault(edge, []).append(node)
-                ahead.append(edge[0])
-    return users
-
-
 def _crossing(
-    call: _Call, users: Mapping[_Edge, Sequence[Any]], edges: Iterable[_Edge], varies: bool
+    call: _Call, users: Mapping[Edge, Sequence[Any]], edges: Iterable[Edge], varies: bool
 ) -> tuple[str, str] | None:
     """What of ``edges`` is summed over uses inside and outside of a call, or in varying dtypes.
 
@@ -434,7 +421,7 @@ def _crossing(
     return None
 
 
-def _unhooked(edge: _Edge, users: Mapping[_Edge, Sequence[Any]], inside: set[Any]) -> list[_Edge]:
+def _unhooked(edge: Edge, users: Mapping[Edge, Sequence[Any]], inside: set[Any]) -> list[Edge]:
     """The edge, and what full backward hooks of modules in a call make of it.
 
     If such hooks are removed later, uses of those are uses of the edge.
@@ -468,11 +455,6 @@ def _is_cast(node: Any) -> bool:
 def _leaf_name(node: Any) -> str | None:
     leaf = getattr(node, "variable", None)
     return None if leaf is None else f"a parameter of shape {tuple(leaf.shape)}"
-
-
-def _edge(tensor: torch.Tensor | GradientEdge) -> _Edge:
-    edge = tensor if isinstance(tensor, GradientEdge) else get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
 
 
 def autocast_now(device_type: str) -> Autocast:
