@@ -230,7 +230,7 @@ def _fetched(buffer: Any) -> Callable[..., Any]:
     before: list[int] = []
 
     def addresses(bucket: Any) -> list[int]:
-        return [bucket.data.data_ptr(), *(parameter.data_ptr() for parameter in buffer.params)]
+        return [tensor.data_ptr() for tensor in (bucket.data, *buffer.params)]
 
     def fetch_bucket(
         dtype: Any = None, set_param_data: bool = False, strict_assignments: bool = True

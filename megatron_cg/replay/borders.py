@@ -45,6 +45,7 @@ RELIES_ON = (
         attributes=("_local_tensor", "_spec"),
     ),
 )
+_ALIAS = torch.ops.aten.alias.default
 Change = Callable[[torch.Tensor], torch.Tensor]
 Edge = tuple[Any, int]
 """A node of autograd, and which of its inputs."""
@@ -149,7 +150,7 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor on it; ``view_as`` would change strides of dimensions of size 1."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, DTensor):
         return tensor.view_as(tensor)  # TE's quantized ones (2.20.2) would be dequantized.
-    return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
+    return _ALIAS(tensor)  # type: ignore[no-any-return]
 
 
 def copied(value: Any, memory: dict[int, torch.UntypedStorage | None]) -> Any:
