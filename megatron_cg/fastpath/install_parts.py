@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fastpath import bucketing, gather, optimizer_step, under_v2
+from megatron_cg.fastpath import between_passes, bucketing, gather, optimizer_step, under_v2
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
@@ -95,6 +95,13 @@ class FastPath:
         defer = partial(deferred.install, fsdp, graphed)
         add("deferred-prefetch", defer, gathering, needs=[_OF_GRAPHS])
 
+    def add_of_optimizers(self, optimizers: Sequence[Any]) -> None:
+        if optimizers:
+            between, step = between_passes, optimizer_step
+            self.add("clipping", between.scale_local_gradients, between.REPLACES_SCALING)
+            self.add("rerun-vote", between.vote_beside, between.REPLACES_VOTE)
+            self.add("optimizer", lambda: step.install_adam(optimizers), step.REPLACES_STEP)
+
     def _bucket_gradients(self) -> Undo:
         strategy = self._fsdp.data_parallel_sharding_strategy
         if strategy != "optim_grads_params":
@@ -157,12 +164,12 @@ def install(
     """
     with _installing(fsdp) as path:
         path.add_of_weights(graphed, replays)
-        add, step = path.add, optimizer_step
+        add, step, between = path.add, optimizer_step, between_passes
+        add("parameters", lambda: between.exchange_parameters(fsdp), between.REPLACES_EXCHANGE)
         attaching, installing = step.REPLACES_ATTACHING, step.REPLACES_INSTALLING
         add("main-gradients", lambda: step.install_main_gradients(fsdp, scratch), attaching)
         add("main-weights", lambda: step.install_main_weights(fsdp), installing)
-        if optimizers:
-            add("optimizer", lambda: step.install_adam(optimizers), step.REPLACES_STEP)
+        path.add_of_optimizers(optimizers)
     return path
 
 
@@ -181,6 +188,5 @@ def install_under_v2(
         add(_OF_GRAPHS, lambda: parts.detach_weights(groups, replays), parts.REPLACES_HOOKS)
         if optimizers:
             add("casts", lambda: parts.install_casts(optimizers, scratch), parts.REPLACES_CASTS)
-            adam = optimizer_step.REPLACES_STEP
-            add("optimizer", lambda: optimizer_step.install_adam(optimizers), adam)
+        path.add_of_optimizers(optimizers)
     return path

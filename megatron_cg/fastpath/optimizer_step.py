@@ -93,11 +93,11 @@ _ADAM = _symbol(
 )
 _APPLIER = _symbol(f"{_FUSED}:multi_tensor_applier", "what runs its kernel")
 _AT_MOST = _symbol(f"{_FUSED}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call")
-_APPLIES = _symbol(f"{_OPTIMIZERS}.multi_tensor_apply:MultiTensorApply", "what runs kernels")
+APPLIES = _symbol(f"{_OPTIMIZERS}.multi_tensor_apply:MultiTensorApply", "what runs kernels")
 REPLACES_STEP = (
     _symbol(f"{_ADAM.path}.step", "its step", body="80a579d335ac25c3"),
     _symbol(f"{_ADAM.path}.get_unscaled_state", "its moments", body="e675df68fc21fd25"),
-    _symbol(f"{_APPLIES.path}.__call__", "what runs its kernel", body="ac91ff4a196ee3fc"),
+    _symbol(f"{APPLIES.path}.__call__", "what runs its kernel", body="ac91ff4a196ee3fc"),
 )
 _BEGIN, _END, _RELEASE = (
     Symbol(f"torch._C:_cuda_{name}", "what turns allocations to a pool")
@@ -111,7 +111,7 @@ RELIES_ON = (
     *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_param_group"),
     *fsdp_class("DataParallelBuffer", "data", "get_item", "param_idx", "dtype"),
     *fsdp_class("DataParallelBuffer", "is_data_distributed"),
-    *(*REPLACES_STEP, _ADAM, _APPLIER, _APPLIES, _AT_MOST),
+    *(*REPLACES_STEP, _ADAM, _APPLIER, APPLIES, _AT_MOST),
 )
 
 
@@ -448,7 +448,7 @@ class LocalStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. With arguments or with torch's hooks it is TE's own step."""
         adam, applier = self._adam, _APPLIER.find()
-        is_usual = type(applier) is _APPLIES.cached and not (args or kwargs or _has_hooks(adam))
+        is_usual = type(applier) is APPLIES.cached and not (args or kwargs or _has_hooks(adam))
         launches = self._launches() if is_usual else None
         if launches is None:
             return self._original(*args, **kwargs)

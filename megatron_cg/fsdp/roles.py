@@ -98,7 +98,7 @@ def unsharded_parameters(group: Any) -> list[nn.Parameter]:
 
 
 def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
-    is_there = path.startswith(("MegatronFSDP", "fp8_"))
+    is_there = path.startswith(("MegatronFSDP", "fp8_", "_replace_"))
     module = "megatron_fsdp" if is_there else "param_and_grad_buffer"
     return tuple(Symbol(f"{package}.{module}:{path}", expected, **more) for package in PLACES)
 

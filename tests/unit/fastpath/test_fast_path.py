@@ -24,7 +24,7 @@ from tests.unit.trainers import layers_of, trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
 OF_GRADIENTS = {"gradients", "detached-weights-of-graphs", "deferred-prefetch"}
-PARTS = {*OF_GRADIENTS, "unshard", "main-gradients", "main-weights"}
+PARTS = {*OF_GRADIENTS, "unshard", "parameters", "main-gradients", "main-weights"}
 MANY: dict[str, Any] = {
     "experts": 16,
     "topk": 2,

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath import install_parts
+from megatron_cg.fastpath.between_passes import REPLACES_EXCHANGE
 from megatron_cg.fastpath.install_parts import install
 from megatron_cg.fastpath.optimizer_step import REPLACES_STEP
 from megatron_cg.fastpath.part import find_cell, hook_functions
@@ -177,7 +178,11 @@ def test_a_users_wrapper_of_a_function_is_not_left_out(
     assert __name__ in (symbol.unknown_body() or "")
 
 
-@pytest.mark.parametrize("symbol", REPLACES_STEP, ids=lambda symbol: symbol.path.rpartition(":")[2])
+@pytest.mark.parametrize(
+    "symbol",
+    [*REPLACES_STEP, REPLACES_EXCHANGE[-1]],
+    ids=lambda symbol: symbol.path.rpartition(":")[2],
+)
 def test_a_fingerprint_is_that_of_the_released_transformer_engine(symbol: Symbol) -> None:
     module, _, name = symbol.path.partition(":")
     assert module.startswith("transformer_engine.pytorch.")
