@@ -37,7 +37,7 @@ from megatron_cg.upstream.symbols import Symbol
 OUT, ROUNDS = "MEGATRON_CG_PARTS_OUT", "MEGATRON_CG_PARTS_ROUNDS"
 """What the run gets by its environment."""
 ALL, NONE = "all parts", "no part"
-WARMUP, SETTLE, TIMED = 20, 4, 12
+WARMUP, SETTLE, TIMED = 20, 2, 6
 """Steps after the capture and after each change that are not timed, and those that are."""
 _TRAIN_STEP = Symbol("megatron.training.training:train_step", "a step of Megatron's loop")
 MIB = 2**20
@@ -155,7 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fast_path")
     parser.add_argument("--preset", required=True)
     parser.add_argument("--out", type=Path, required=True, help="the times, a JSON line a window")
-    for name, default in {"nproc": 2, "microbatches": 2, "rounds": 2, "timeout": 570}.items():
+    for name, default in {"nproc": 2, "microbatches": 2, "rounds": 4, "timeout": 570}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     words = [*sys.argv[1:], "--"]
     args = parser.parse_args(words[: words.index("--")])
