@@ -3,18 +3,20 @@
 The GPU is idle meanwhile, unless it still has work. Megatron walks over all parameters several
 times: at the Qwen3-MoE shape on one H200, 60 of 180 ms of a step.
 
-Note [As it was left]
+Note [As it was found]
     Before a forward pass Megatron-FSDP sets the raw parameters on the modules, and before the
     optimizer's step the sharded DTensors. It finds each module by its name, and assigns. Here what
-    the modules have after each of the two is kept, and written to their own dictionaries. An
-    exchange is Megatron-FSDP's own, and is kept again, if anything is not as the last one left it:
-    a module, a parameter, or a parameter that Megatron-FSDP has to set.
+    modules had before and after is kept for each of the two. If they are again as they were before,
+    what they had after is written to their own dictionaries. An exchange is Megatron-FSDP's own,
+    and is kept, if anything else is found: a module, a parameter, or what Megatron-FSDP has to set.
+    What the other exchange found says nothing: it drops a parameter that somebody has replaced.
 
 Note [What an assignment does]
     It calls ``register_parameter``. torch's checks the name and the kind, and runs hooks for all
     modules; while there is such a hook, each exchange is Megatron-FSDP's own. Transformer Engine's
     then remembers how to initialize a name that is new, and none is. To a module whose class has
-    another one, parameters are assigned.
+    another one, parameters are assigned. An assignment also deletes an attribute or a buffer with
+    the name, so an exchange is Megatron-FSDP's own if there is one.
 
 Note [A vote of the hosts]
     After the backward passes, ranks vote whether one of them wants to run them again. The votes are
@@ -23,8 +25,9 @@ Note [A vote of the hosts]
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -50,6 +53,7 @@ _BODIES = {
     "MegatronFSDP._reestablish_shared_weights": "5ddc7bf62b666d72",
     "_replace_module_parameter": "0d03e4f918129cb7",
 }
+_REGISTER = "register_parameter"
 _TE = "transformer_engine.pytorch.module.base"
 _REGISTERS = Symbol(
     f"{_TE}:TransformerEngineBaseModule.register_parameter",
@@ -100,25 +104,34 @@ def exchange_parameters(fsdp: Any) -> Undo:
     )
 
 
-class _Module(NamedTuple):
-    module: nn.Module
-    children: dict[str, nn.Module | None]
-    parameters: dict[str, nn.Parameter | None]
-    assigns: bool
-    """See Note [What an assignment does]."""
+class _Done(NamedTuple):
+    """An exchange by Megatron-FSDP; see Note [As it was found]."""
 
-    def is_as_left(self) -> bool:
-        own, left = self.module._parameters, self.parameters
-        same = self.module._modules == self.children and own.keys() == left.keys()
-        return same and all(map(is_, own.values(), left.values()))
+    sets: list[Any]
+    modules: list[nn.Module]
+    found: list[Any]
+    kinds: dict[type[nn.Module], bool]
+    """The classes of modules, and whether parameters are assigned to them."""
+    names: list[frozenset[str]]
+    """Of each module's own attributes that would be found instead, or that assign."""
+    left: list[dict[str, nn.Parameter | None]]
 
-    def put(self) -> None:
-        if not self.assigns:
-            self.module._parameters.update(self.parameters)
-            return
-        for name, parameter in self.parameters.items():
-            if self.module._parameters[name] is not parameter:
-                setattr(self.module, name, parameter)
+    def again(self) -> None:
+        for module, parameters in zip(self.modules, self.left, strict=True):
+            if not self.kinds[type(module)]:
+                module._parameters.update(parameters)
+                continue
+            for name, parameter in parameters.items():
+                if module._parameters[name] is not parameter:
+                    setattr(module, name, parameter)
+
+    def no_other_is_there(self) -> bool:
+        for module, names, parameters in zip(self.modules, self.names, self.left, strict=True):
+            if not module.__dict__.keys().isdisjoint(names):
+                return False
+            if module._buffers and not module._buffers.keys().isdisjoint(parameters.keys()):
+                return False
+        return True
 
 
 class _Exchange:
@@ -127,54 +140,71 @@ class _Exchange:
     def __init__(self, fsdp: Any) -> None:
         self._fsdp = fsdp
         self._own = {distributed: getattr(fsdp, name) for distributed, name in _METHODS.items()}
-        self._left: dict[bool, list[_Module]] = {}
-        self._given: list[nn.Parameter] = []
+        self._done: dict[bool, _Done] = {}
 
     def __call__(self, distributed: bool) -> None:
         fsdp = self._fsdp
         if fsdp.is_param_fsdp_distributed == distributed:
             return
-        if self._is_as_left():
+        done = self._done.get(distributed)
+        if done is not None and self._finds(done):
             fsdp.is_param_fsdp_distributed = distributed
-            for module in self._left[distributed]:
-                module.put()
+            done.again()
             return
-        before = self._look()
+        self._done.pop(distributed, None)
+        modules = [*fsdp.module.modules()]
+        found, usual = _in(modules), all(map(_usual, modules))
         self._own[distributed]()
-        self._left = {not distributed: before, distributed: self._look()}
-        self._given = [*self._gives()]
+        if usual and not torch_module._global_parameter_registration_hooks:
+            kinds = {kind: _assigns(kind) for kind in map(type, modules)}
+            names = [frozenset((*m._modules, *m._parameters, _REGISTER)) for m in modules]
+            left = [{**module._parameters} for module in modules]
+            self._done[distributed] = _Done(self._sets(), modules, found, kinds, names, left)
 
-    def _is_as_left(self) -> bool:
-        left, gives = self._left.get(self._fsdp.is_param_fsdp_distributed), [*self._gives()]
+    def _finds(self, done: _Done) -> bool:
         return (
-            left is not None
-            and not torch_module._global_parameter_registration_hooks
-            and left[0].module is self._fsdp.module
-            and len(gives) == len(self._given)
-            and all(map(is_, gives, self._given))
-            and all(map(_Module.is_as_left, left))
+            not torch_module._global_parameter_registration_hooks
+            and done.modules[0] is self._fsdp.module
+            and _are_same(self._sets(), done.sets)
+            and _are_same(_in(done.modules), done.found)
+            and all(assigns == _assigns(kind) for kind, assigns in done.kinds.items())
+            and done.no_other_is_there()
         )
 
-    def _gives(self) -> Iterator[nn.Parameter]:
-        """What Megatron-FSDP sets on modules."""
-        yield from self._fsdp.raw_param.values()
-        for _, parameter in self._fsdp.param_and_grad_buffer.optimizer_named_parameters:
-            yield parameter
-
-    def _look(self) -> list[_Module]:
-        return [
-            _Module(module, {**module._modules}, {**module._parameters}, _assigns(module))
-            for module in self._fsdp.module.modules()
-        ]
+    def _sets(self) -> list[Any]:
+        """Names, and the parameters that Megatron-FSDP sets there."""
+        raw, store = self._fsdp.raw_param, self._fsdp.param_and_grad_buffer
+        return [*raw, *raw.values(), *chain.from_iterable(store.optimizer_named_parameters)]
 
 
-def _assigns(module: nn.Module) -> bool:
-    kind: Any = type(module)
-    plain = [nn.Module.register_parameter]
-    if _TE in sys.modules:
-        plain.append(_REGISTERS.find())
-    registers = kind.register_parameter in plain and "register_parameter" not in vars(module)
-    return not registers or kind.__setattr__ is not nn.Module.__setattr__
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _in(modules: Iterable[nn.Module]) -> list[Any]:
+    """The class of each module, and its modules and parameters by name."""
+    found: list[Any] = []
+    for module in modules:
+        children, parameters = module._modules, module._parameters
+        found += (type(module), *children, *children.values(), *parameters, *parameters.values())
+    return found
+
+
+def _usual(module: nn.Module) -> bool:
+    """Whether what it has by its modules' names are these modules."""
+    names = module._modules.keys()
+    return names.isdisjoint(module._parameters) and not any(hasattr(type(module), n) for n in names)
+
+
+def _assigns(kind: type[nn.Module]) -> bool:
+    """See Note [What an assignment does]."""
+    sets, registers = kind.__setattr__, kind.register_parameter
+    of_te = _TE in sys.modules and registers is _REGISTERS.cached
+    return not (_is_torchs(sets) and (of_te or _is_torchs(registers)))
+
+
+def _is_torchs(function: Any) -> bool:
+    return getattr(function, "__globals__", None) is vars(torch_module)
 
 
 def scale_local_gradients() -> Undo:
@@ -199,17 +229,18 @@ def scale_local_gradients() -> Undo:
 
 def _scale(
     own: Callable[..., None],
-    parameters: Sequence[nn.Parameter],
+    parameters: Iterable[nn.Parameter],
     max_norm: float,
     total_norm: Any,
     use_decoupled_grad: bool = False,
 ) -> None:
-    applier, kernel = _APPLIER.find(), _KERNEL.find()
+    applier, kernel, parameters = _APPLIER.find(), _KERNEL.find(), [*parameters]
     gradients: list[Any] = [g for p in parameters if (g := p.grad) is not None]
     usual = kernel is not None and type(applier) is APPLIES.cached and not use_decoupled_grad
     usual = usual and isinstance(total_norm, torch.Tensor) and {*map(type, gradients)} == {DTensor}
     local: list[Any] = [gradient._local_tensor for gradient in gradients] if usual else []
-    if {(type(tensor), tensor.dtype) for tensor in local} != {(torch.Tensor, torch.float32)}:
+    wanted = {(torch.Tensor, torch.float32, getattr(total_norm, "device", None))}
+    if {(type(tensor), tensor.dtype, tensor.device) for tensor in local} != wanted:
         own(parameters, max_norm, total_norm, use_decoupled_grad=use_decoupled_grad)
         return
     factor = (max_norm / (total_norm + 1.0e-6)).clamp_max_(1.0)
@@ -227,8 +258,8 @@ def vote_beside() -> Undo:
         raise NotApplicableError("the loop is not Megatron's, or there is no GPU")
     stream = torch.cuda.Stream()
 
-    def vote(own: Callable[..., Any], *args: Any) -> Any:
+    def vote(own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         with torch.cuda.stream(stream):
-            return own(*args)
+            return own(*args, **named)
 
     return run_instead(_VOTES, vote)

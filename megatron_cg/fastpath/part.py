@@ -65,5 +65,23 @@ def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
     own, places = type(fsdp).__module__, [f"{place}." for place in PLACES]
     others = tuple(place for place in places if not own.startswith(place))
     modules = ((symbol, symbol.path.partition(":")[0]) for symbol in symbols)
-    here = (one for one, name in modules if name in sys.modules and not name.startswith(others))
-    return [why for symbol in here if (why := symbol.unknown_body()) is not None]
+    here = [one for one, name in modules if name in sys.modules and not name.startswith(others)]
+    unknown = [why for symbol in here if (why := symbol.unknown_body()) is not None]
+    return unknown + [why for symbol in here if (why := _method_of_a_user(symbol, fsdp))]
+
+
+def _method_of_a_user(symbol: Symbol, fsdp: Any) -> str | None:
+    """Why a part of ``fsdp`` does not have the method of its class; None if each has."""
+    kind, _, name = symbol.path.partition(":")[2].rpartition(".")
+    store = getattr(fsdp, "param_and_grad_buffer", None)
+    groups = getattr(store, "parameter_groups", ())
+    buffers = [getattr(group, "model_weight_buffer", None) for group in groups]
+    pipelines = [getattr(fsdp, f"{pipe}_pipeline", None) for pipe in ("all_gather", "grad_reduce")]
+    for owner in (fsdp, store, *pipelines, *buffers):
+        if kind not in (base.__name__ for base in type(owner).__mro__):
+            continue
+        method = vars(owner).get(name, getattr(type(owner), name))
+        ours = type(method).__module__.startswith(f"{__package__.partition('.')[0]}.")
+        if not ours and method is not symbol.find():
+            return f"this {type(owner).__name__} has another {name} than its class"
+    return None

@@ -1,8 +1,9 @@
 """What the host does between the passes of two steps: as Megatron and Megatron-FSDP do it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,98 +18,168 @@ from megatron_cg.fastpath.between_passes import (
     scale_local_gradients,
     vote_beside,
 )
+from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.fastpath.test_adam import MODULES, MultiTensorApply, imported
+from tests.unit.trainers import trainer_of
 
 EXCHANGES = "_replace_param_with_distributed_if_needed", "_replace_param_with_raw_if_needed"
 
 
-def on_modules(fsdp: Any) -> list[tuple[str, int]]:
-    named = fsdp.module.named_parameters(remove_duplicate=False)
-    return [(name, id(parameter)) for name, parameter in named]
-
-
-class Assigned(nn.Linear):
+class Keeping(nn.Module):
     """Keeps what it is assigned elsewhere too, as Transformer Engine's operations do."""
 
-    def register_parameter(self, name: str, parameter: nn.Parameter | None) -> None:
-        super().register_parameter(name, parameter)
-        vars(self)[f"{name}_of_operation"] = parameter
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        vars(self)["kept"] = param
 
 
-def linear(fsdp: Any) -> Any:
-    return fsdp.module.get_submodule("module.decoder.layers.0.mlp.linear_fc1")
+def layers(fsdp: Any) -> Any:
+    return fsdp.module.get_submodule("module.decoder.layers")
+
+
+def linear(fsdp: Any, layer: int = 0) -> Any:
+    return layers(fsdp)[layer].mlp.linear_fc1
 
 
 def other_parameter(fsdp: Any) -> None:
     linear(fsdp).weight = nn.Parameter(torch.zeros_like(linear(fsdp).weight))
 
 
+def tied(fsdp: Any) -> None:
+    linear(fsdp, 1).weight = linear(fsdp).weight
+
+
 def other_module(fsdp: Any) -> None:
-    layers = fsdp.module.get_submodule("module.decoder.layers")
-    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+    first, second = layers(fsdp)[:2]
+    first.mlp, second.mlp = second.mlp, first.mlp
 
 
 def other_raw(fsdp: Any) -> None:
-    name = next(iter(fsdp.raw_param))
-    fsdp.raw_param[name] = nn.Parameter(torch.zeros(1))
+    fsdp.raw_param[next(iter(fsdp.raw_param))] = nn.Parameter(torch.zeros(1))
+
+
+def other_names(fsdp: Any) -> None:
+    first, second, *others = fsdp.raw_param
+    fsdp.raw_param = dict(zip((second, first, *others), fsdp.raw_param.values(), strict=True))
+
+
+def other_class(fsdp: Any) -> None:
+    linear(fsdp).__class__ = type("Kept", (Keeping, type(linear(fsdp))), {})
+
+
+@contextmanager
+def hooked(_fsdp: Any) -> Iterator[None]:
+    def hook(_module: Any, _name: str, parameter: Any) -> Any:
+        return nn.Parameter(parameter.detach())
+
+    handle = register_module_parameter_registration_hook(hook)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def kept_by(owner: Callable[[Any], Any], fsdp: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = nn.Module.register_parameter
+
+        def register(self: Any, name: str, parameter: Any) -> None:
+            own(self, name, parameter)
+            vars(self)["kept"] = parameter
+
+        of_object = isinstance(owner(fsdp), nn.Module)
+        method = MethodType(register, owner(fsdp)) if of_object else register
+        patch.setattr(owner(fsdp), "register_parameter", method)
+        yield
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a parameter": other_parameter,
+    "a tied weight": tied,
     "modules": other_module,
     "what is set": other_raw,
-    "a hook": lambda _: register_module_parameter_registration_hook(lambda *_: None),
+    "names": other_names,
+    "an attribute": lambda fsdp: vars(linear(fsdp)).update(weight=torch.zeros(1)),
+    "a buffer": lambda fsdp: linear(fsdp)._buffers.update(weight=torch.zeros(1)),
+    "a class": other_class,
+    "a method of an object": partial(kept_by, linear),
+    "a method of a class": partial(kept_by, lambda fsdp: type(linear(fsdp))),
+    "torch's method": partial(kept_by, lambda _: nn.Module),
+    "a hook": hooked,
     "nothing": lambda _: None,
 }
 
 
+def on_modules(fsdp: Any) -> list[Any]:
+    """What each module has, by its place in Megatron-FSDP."""
+    store = fsdp.param_and_grad_buffer.optimizer_named_parameters
+    named = {id(p): ("raw", n) for n, p in fsdp.raw_param.items()}
+    named |= {id(p): ("sharded", n) for n, p in store}
+    found: list[Any] = [fsdp.is_param_fsdp_distributed]
+    for place, module in fsdp.module.named_modules(remove_duplicate=False):
+        own, kept = module._parameters, vars(module).get("kept")
+        also = [name for name in own if name in vars(module) or name in module._buffers]
+        here = {name: named.get(id(parameter)) for name, parameter in own.items()}
+        found.append((place, here, also, named.get(id(kept))))
+    return found
+
+
+def exchanged(change: str, after: int, ours: bool) -> tuple[list[Any], list[int]]:
+    """What modules have after each exchange, and how many Megatron-FSDP made in each third."""
+    found: list[Any] = []
+    calls = [0]
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        trainer = stack.enter_context(trainer_of(CpuModelConfig(layers=2)))
+        fsdp = trainer.model.module
+        for name in EXCHANGES:
+            own = getattr(type(fsdp), name)
+
+            def counted(own: Any = own) -> None:
+                calls[-1] += 1
+                own(fsdp)
+
+            patch.setattr(fsdp, name, counted)
+        for name in reversed(EXCHANGES):
+            getattr(type(fsdp), name)(fsdp)
+        undo = exchange_parameters(fsdp) if ours else lambda: None
+
+        def exchange(times: int) -> None:
+            for number in range(times):
+                getattr(fsdp, EXCHANGES[fsdp.is_param_fsdp_distributed])()
+                found.append((number, on_modules(fsdp)))
+
+        exchange(6 + after)
+        calls.append(0)
+        made = CHANGES[change](fsdp)
+        with made if made is not None else nullcontext():
+            exchange(5)
+        calls.append(0)
+        exchange(6)
+        calls.append(0)
+        exchange(4)
+        undo()
+    return found, calls
+
+
+@pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
-def test_modules_get_the_parameters_that_megatron_fsdp_sets(
-    dense_model: Any, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsdp, calls = dense_model.module, list[str]()
-    linear(fsdp).__class__ = type("Assigned", (Assigned, type(linear(fsdp))), {})
-    for name in EXCHANGES:
-        own = getattr(type(fsdp), name)
-
-        def counted(self: Any, own: Any = own, name: str = name) -> None:
-            calls.append(name)
-            own(self)
-
-        monkeypatch.setattr(type(fsdp), name, counted)
-    distributed, raw = (getattr(type(fsdp), name) for name in EXCHANGES)
-    distributed(fsdp)
-    sharded = on_modules(fsdp)
-    raw(fsdp)
-    undo = exchange_parameters(fsdp)
-    calls.clear()
-    whole = on_modules(fsdp)
-    for _ in range(3):
-        fsdp._replace_param_with_distributed_if_needed()
-        assert on_modules(fsdp) == sharded and fsdp.is_param_fsdp_distributed
-        assert linear(fsdp).weight_of_operation is linear(fsdp).weight
-        fsdp._replace_param_with_raw_if_needed()
-        fsdp._replace_param_with_raw_if_needed()
-        assert on_modules(fsdp) == whole and not fsdp.is_param_fsdp_distributed
-        assert linear(fsdp).weight_of_operation is linear(fsdp).weight
-    assert calls == [EXCHANGES[0]]
-    handle = CHANGES[change](fsdp)
-    fsdp._replace_param_with_distributed_if_needed()
-    assert on_modules(fsdp) == sharded
-    assert calls == [EXCHANGES[0]] * (1 if change == "nothing" else 2)
-    if handle is not None:
-        handle.remove()
-    undo()
-    assert not any(name in vars(fsdp) for name in EXCHANGES)
+def test_modules_have_what_megatron_fsdp_sets(one_rank: None, change: str, after: int) -> None:
+    (theirs, their_calls), (ours, calls) = (exchanged(change, after, way) for way in (False, True))
+    assert ours == theirs
+    assert their_calls == [6 + after, 5, 6, 4]
+    assert calls[0] == 2 and calls[-1] == 0
+    assert (calls[1] == 0) == (change == "nothing")
 
 
 class Another(torch.Tensor):
     pass
 
 
-def another(change: Callable[[torch.Tensor], torch.Tensor], parameters: list[nn.Parameter]) -> None:
+def another(
+    change: Callable[..., torch.Tensor], parameters: list[nn.Parameter], **how: Any
+) -> None:
     gradient: Any = parameters[0].grad
-    gradient._local_tensor = change(gradient._local_tensor)
+    gradient._local_tensor = change(gradient._local_tensor, **how)
 
 
 def no_dtensor(parameters: list[nn.Parameter]) -> None:
@@ -122,6 +193,7 @@ GIVEN: dict[str, tuple[Callable[[list[nn.Parameter]], None], Any, int]] = {
     "a number": (lambda _: None, 8.0, 1),
     "another dtype": (partial(another, torch.Tensor.bfloat16), torch.tensor([8.0]), 1),
     "no DTensor": (no_dtensor, torch.tensor([8.0]), 1),
+    "another device": (partial(another, torch.Tensor.to, device="meta"), torch.tensor([8.0]), 1),
     "another class": (
         partial(another, lambda local: local.as_subclass(Another)),
         torch.tensor([8.0]),
@@ -144,7 +216,7 @@ def test_gradients_are_scaled_as_by_megatron(
         launches.append((chunk, flag.tolist(), [len(tensors) for tensors in lists]))
         assert all(tensor.numel() for tensor in lists[0])
         for tensor in lists[0]:
-            tensor.mul_(factor)
+            tensor.mul_(torch.as_tensor(factor).to(tensor.device))
 
     calls: list[bool] = []
     own = clip_grads.clip_grad_by_total_norm_fp32
@@ -173,10 +245,11 @@ def test_gradients_are_scaled_as_by_megatron(
             undo = scale_local_gradients() if ours else lambda: None
             launches.clear()
             calls.clear()
-            optimizer.clip_grad_by_total_norm_fp32(parameters, max_norm=1.0, total_norm=norm)
+            optimizer.clip_grad_by_total_norm_fp32(iter(parameters), max_norm=1.0, total_norm=norm)
             undo()
             values = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters]
-            runs.append(([v if v is None else v.tolist() for v in values], [*launches]))
+            read = [None if v is None or v.is_meta else v.tolist() for v in values]
+            runs.append((read, [*launches]))
     assert runs[0] == runs[1]
     assert len(calls) == by_megatron
     assert optimizer.clip_grad_by_total_norm_fp32 is counted

@@ -4,6 +4,7 @@ import functools
 import importlib
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -176,6 +177,44 @@ def test_a_users_wrapper_of_a_function_is_not_left_out(
     path.close()
     monkeypatch.setattr(owner, name, Wrapper(theirs))
     assert __name__ in (symbol.unknown_body() or "")
+
+
+def own_method(owner: Any, name: str) -> None:
+    theirs = getattr(owner, name)
+
+    def method(*args: Any, **named: Any) -> Any:
+        return theirs(*args, **named)
+
+    setattr(owner, name, method)
+
+
+def own_class(owner: Any, name: str) -> None:
+    theirs: Any = type(owner)
+    own = {name: functools.partial(getattr(theirs, name), owner), "__module__": theirs.__module__}
+    owner.__class__ = type(theirs.__name__, (theirs,), own)
+
+
+@pytest.mark.parametrize("make", [own_method, own_class])
+@pytest.mark.parametrize(
+    ("owner", "name", "part"),
+    [
+        ("", "_replace_param_with_raw_if_needed", "parameters"),
+        ("", "all_gather_and_wait_parameters_ready", "unshard"),
+        ("param_and_grad_buffer", "update_main_grads", "main-gradients"),
+        ("param_and_grad_buffer", "copy_main_weights_to_model_weights", "main-weights"),
+        ("param_and_grad_buffer.parameter_groups.0.model_weight_buffer", "fetch_bucket", "unshard"),
+    ],
+)
+def test_a_users_method_of_one_object_is_not_left_out(
+    fsdp: Any, owner: str, name: str, part: str, make: Callable[[Any, str], None]
+) -> None:
+    one = fsdp
+    for attribute in filter(None, owner.split(".")):
+        one = one[int(attribute)] if attribute.isdigit() else getattr(one, attribute)
+    make(one, name)
+    path = install(fsdp)
+    assert f"another {name}" in path.left_out[part]
+    path.close()
 
 
 @pytest.mark.parametrize(

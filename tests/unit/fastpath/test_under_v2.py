@@ -435,8 +435,8 @@ def test_steps_with_casts_have_the_bits_of_megatrons() -> None:
     assert on_ranks(cast_and_stepped) == [[True, True]] * 2
 
 
-PARTS = ["layouts", "views", "packing"]
-"""Without graphs and an optimizer."""
+PARTS = ["layouts", "views", "packing", "clipping"]
+"""Without graphs, and with an optimizer of no known class."""
 
 
 OF_GRAPHS = "detached-weights-of-graphs"
