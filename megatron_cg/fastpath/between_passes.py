@@ -113,7 +113,7 @@ class _Done(NamedTuple):
     kinds: dict[type[nn.Module], bool]
     """The classes of modules, and whether parameters are assigned to them."""
     names: list[frozenset[str]]
-    """Of each module's own attributes that would be found instead, or that assign."""
+    """Of each module's attributes and buffers that would be found instead, or that assign."""
     left: list[dict[str, nn.Parameter | None]]
 
     def again(self) -> None:
@@ -124,14 +124,6 @@ class _Done(NamedTuple):
             for name, parameter in parameters.items():
                 if module._parameters[name] is not parameter:
                     setattr(module, name, parameter)
-
-    def no_other_is_there(self) -> bool:
-        for module, names, parameters in zip(self.modules, self.names, self.left, strict=True):
-            if not module.__dict__.keys().isdisjoint(names):
-                return False
-            if module._buffers and not module._buffers.keys().isdisjoint(parameters.keys()):
-                return False
-        return True
 
 
 class _Exchange:
@@ -153,11 +145,11 @@ class _Exchange:
             return
         self._done.pop(distributed, None)
         modules = [*fsdp.module.modules()]
-        found, usual = _in(modules), all(map(_usual, modules))
+        names = [frozenset((*m._modules, *m._parameters, _REGISTER)) for m in modules]
+        found, usual = _in(modules), all(map(_usual, modules)) and _no_others(modules, names)
         self._own[distributed]()
         if usual and not torch_module._global_parameter_registration_hooks:
             kinds = {kind: _assigns(kind) for kind in map(type, modules)}
-            names = [frozenset((*m._modules, *m._parameters, _REGISTER)) for m in modules]
             left = [{**module._parameters} for module in modules]
             self._done[distributed] = _Done(self._sets(), modules, found, kinds, names, left)
 
@@ -168,7 +160,7 @@ class _Exchange:
             and _are_same(self._sets(), done.sets)
             and _are_same(_in(done.modules), done.found)
             and all(assigns == _assigns(kind) for kind, assigns in done.kinds.items())
-            and done.no_other_is_there()
+            and _no_others(done.modules, done.names)
         )
 
     def _sets(self) -> list[Any]:
@@ -188,6 +180,16 @@ def _in(modules: Iterable[nn.Module]) -> list[Any]:
         children, parameters = module._modules, module._parameters
         found += (type(module), *children, *children.values(), *parameters, *parameters.values())
     return found
+
+
+def _no_others(modules: list[nn.Module], names: list[frozenset[str]]) -> bool:
+    """Whether none of these modules has an attribute or a buffer with one of its names."""
+    for module, own in zip(modules, names, strict=True):
+        if not module.__dict__.keys().isdisjoint(own):
+            return False
+        if module._buffers and not module._buffers.keys().isdisjoint(own):
+            return False
+    return True
 
 
 def _usual(module: nn.Module) -> bool:

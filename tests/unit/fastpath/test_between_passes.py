@@ -68,6 +68,15 @@ def other_class(fsdp: Any) -> None:
 
 
 @contextmanager
+def hidden(fsdp: Any) -> Iterator[None]:
+    """Megatron-FSDP finds another module by the name of one."""
+    mlp = layers(fsdp)[0].mlp
+    vars(mlp)["linear_fc1"] = linear(fsdp, 1)
+    yield
+    del vars(mlp)["linear_fc1"]
+
+
+@contextmanager
 def hooked(_fsdp: Any) -> Iterator[None]:
     def hook(_module: Any, _name: str, parameter: Any) -> Any:
         return nn.Parameter(parameter.detach())
@@ -99,6 +108,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "what is set": other_raw,
     "names": other_names,
     "an attribute": lambda fsdp: vars(linear(fsdp)).update(weight=torch.zeros(1)),
+    "a module's name": hidden,
     "a buffer": lambda fsdp: linear(fsdp)._buffers.update(weight=torch.zeros(1)),
     "a class": other_class,
     "a method of an object": partial(kept_by, linear),
