@@ -9,10 +9,6 @@ Note [Two errors]
     in the model's own frame. Ending the capture then raises a second error, which the caller gets
     (torch 2.11, ``torch.cuda.graph``). Python keeps the first one as its context.
 
-Note [Backward passes]
-    Autograd runs backward passes outside of modules: only a ``torch.autograd.Function`` written in
-    Python has a source line. Capture-time hooks show which unit was running.
-
 Note [An old graph of autograd keeps its streams]
     A parameter keeps its AccumulateGrad node as long as anything refers to the node, which belongs
     to the stream on which it was created. If a training loop still holds the last step's loss, it
@@ -75,7 +71,7 @@ from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight, ReplayFunct
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import Restores, values_kept
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import Undo, combined_undo, set_attribute, undone_after
 
 if TYPE_CHECKING:
     from megatron_cg.units.unsharded import OtherLeaves
@@ -242,7 +238,7 @@ class GuardedCapture:
             self._leaves.held() if self._leaves is not None else nullcontext(),
             # It reads on the host. At a replay, autograd looks at what the graph returns.
             torch.autograd.set_detect_anomaly(False),
-            self._other_parameters_refused(order),
+            undone_after(self._other_parameters_refused(order)),
         ):
             try:
                 graphs = self._backend.capture(request)
@@ -252,15 +248,16 @@ class GuardedCapture:
                     observer.stop()
                 with Restores() as undo:
                     for observer in self._observers:
-                        undo.callback(observer.restore)
+                        if observer.code is not None:
+                            undo.callback(observer.code.restore)
         if self._leaves is not None:
             for graph in graphs:
                 self._leaves.replays(self._backend.replay_function(graph))
         order.check_finished()
         return graphs
 
-    @contextmanager
-    def _other_parameters_refused(self, order: HookOrder) -> Iterator[None]:
+    @combined_undo
+    def _other_parameters_refused(self, order: HookOrder) -> Iterator[Undo]:
         """Refuse a unit whose backward pass reaches a parameter of a module outside of it.
 
         A graph returns gradients of its unit's own parameters. Those of others would be lost.
@@ -276,11 +273,9 @@ class GuardedCapture:
                     "parameter an attribute of the unit too, or leave the unit out of the graphs."
                 )
 
-        with ExitStack() as undo:
-            for name, parameter in self._sharding.wrapped.named_parameters():
-                if parameter.requires_grad:
-                    undo.callback(parameter.register_hook(partial(look, parameter, name)).remove)
-            yield
+        for name, parameter in self._sharding.wrapped.named_parameters():
+            if parameter.requires_grad:
+                yield parameter.register_hook(partial(look, parameter, name)).remove
 
     def _pass_begun(self, index: int, forward: bool, warmup: bool) -> None:
         torch.clear_autocast_cache()  # No graph may read the casts of another pass.
@@ -358,7 +353,8 @@ class GuardedCapture:
             stack.enter_context(self._sharding.states_kept(unit.layer.modules()))
             stack.enter_context(frozen_kept(unit.graphed))
             stack.enter_context(unit.kept())
-            stack.enter_context(observer.kept())
+            if observer.code is not None:
+                stack.enter_context(observer.code.kept())
             if leaves is None and (leaves := self._sharding.other_leaves(layers)) is not None:
                 stack.callback(leaves.replays(replay))
             if leaves is not None:

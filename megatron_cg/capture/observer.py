@@ -9,11 +9,6 @@ Note [A made-up pass must leave no trace]
     restored after the capture, and so is Python state. Frozen parameters may be as large as the
     model, so those of one unit at a time are copied, and restored right after its pass.
 
-Note [What a graph cannot write]
-    A graph writes to addresses. If a module makes another tensor its buffer, the graph writes to
-    the tensor of the capture, and the module never sees the new values. If a module writes into an
-    input, the graph writes into its own copy, and the caller never sees the new values.
-
 Note [Graphs with collectives]
     It is an error in NCCL if a collective is in a graph on one rank and not on another (NCCL user
     guide, "Using NCCL with CUDA Graphs"). So capture must know which graphs contain collectives,
@@ -31,7 +26,7 @@ Note [Two graphs, two draws]
 import inspect
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -121,7 +116,7 @@ class PassObserver:
     @property
     def asks_for_gradients(self) -> bool:
         """Whether unknown code may do something else for an input without gradient."""
-        return self.code is not None and self.code.asks_for_gradients
+        return self.code is not None and self.code.state.asks_for_gradients
 
     def begun(self, *, forward: bool, warmup: bool) -> None:
         """A pass begins, after the hooks that come before it."""
@@ -152,15 +147,6 @@ class PassObserver:
         with suppress(CaptureError):  # Another error is under way.
             self._pass.close()
 
-    def restore(self) -> None:
-        """Restore what passes have changed; nobody observes any more. Safe to call twice."""
-        if self.code is not None:
-            self.code.restore()
-
-    def kept(self) -> AbstractContextManager[None]:
-        """Restore on exit what a pass changes besides buffers and frozen parameters."""
-        return nullcontext() if self.code is None else self.code.kept()
-
     def rows(self) -> tuple[list[Entry], list[KeySet]]:
         """The guard's rows of the module tree, and of what passes read besides.
 
@@ -173,7 +159,7 @@ class PassObserver:
         if self.code is None:
             return [*tree, *entries], []
         self.code.forget()
-        return [*tree, *self.code.entries, *entries], self.code.key_sets()
+        return [*tree, *self.code.entries, *entries], [*self.code.state.key_sets()]
 
     def _rows_of(self, path: str, owner: nn.Module) -> Iterator[Entry]:
         """Of a module in the unit: its mode and children; of one in the graph, all that it holds.
@@ -223,7 +209,7 @@ class PassObserver:
             )
 
     def _refuse_writes(self) -> None:
-        """See Note [What a graph cannot write]."""
+        """Refuse writes that a graph, which has the addresses of the capture, makes elsewhere."""
         for owner, name, buffer, label in self._buffers:
             if owner.get(name) is not buffer:
                 raise self._error(

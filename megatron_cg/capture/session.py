@@ -339,11 +339,6 @@ class GraphController:
         finally:
             session.close()
 
-    def begin_again(self) -> None:
-        """Release this rank's graphs, before another capture. No vote."""
-        self.release()
-        self.awaits_capture = True
-
     def begin_step(self) -> None:
         clear_exit()
         if self.session is not None:

@@ -8,11 +8,6 @@ compiled code are called past the mode: what they read is known from modules and
 Note [Which warmup pass counts]
     Code may behave differently in its first pass, such as when it fills a cache. So the last pass
     before the capture shows what replays would miss.
-
-Note [Random numbers]
-    A graph is given the seed and offset of its generators at each replay, whatever was set when it
-    was captured. And what Python drew then, such as which layers to skip, is in the graph for good:
-    the states of its generators are Python state.
 """
 
 import gc
@@ -36,7 +31,7 @@ from megatron_cg.capture.observer import generators_read
 from megatron_cg.errors import CaptureError
 from megatron_cg.fsdp.sharding import REPLACED
 from megatron_cg.replay.borders import RUN_BACKWARD, in_backward_pass, local, ranks_of_meshes
-from megatron_cg.replay.guard import GLOBAL_HOOKS, Addresses, Entry, KeySet, Watched
+from megatron_cg.replay.guard import GLOBAL_HOOKS, Addresses, Entry, Watched
 from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_deep, is_known, package_of
 from megatron_cg.replay.settings import SDPA, Switches
 from megatron_cg.replay.unit import Unit
@@ -179,7 +174,7 @@ class CodeObserver:
         self._device_type = next(iter(samples.values())).device.type
         self._addresses = addresses
         graphed = {path: m for path, m in unit.layer.named_modules() if m in unit.graphed}
-        self._state = PythonState(graphed, unit.layer.modules())
+        self.state = PythonState(graphed, unit.layer.modules())
         self._operations = Operations(unit.layer)
         self._undo = Restores()
         self._changes: dict[str, str | None] = {}
@@ -188,18 +183,10 @@ class CodeObserver:
         self._writes: list[torch.UntypedStorage] = []
         self._refuse_global_hooks()
 
-    @property
-    def asks_for_gradients(self) -> bool:
-        """Whether the code may do something else for an input without gradient."""
-        return self._state.asks_for_gradients
-
-    def key_sets(self) -> list[KeySet]:
-        return [*self._state.key_sets()]
-
     @contextmanager
     def observed(self, *, forward: bool) -> Iterator[None]:
         """Observe one pass, instead of the last; see Note [Which warmup pass counts]."""
-        state, is_first = self._state, not self._state.names
+        state, is_first = self.state, not self.state.names
         if is_first:
             parameters = {key_of(parameter) for parameter in self._unit.layer.parameters()}
             self._operations = Operations(self._unit.layer, parameters)
@@ -208,7 +195,7 @@ class CodeObserver:
             stack.callback(self._operations.restore_parameters)
             if forward:
                 self._operations.forget()
-                stack.enter_context(questions_refused(self._unit, self._samples))
+                stack.callback(questions_refused(self._unit, self._samples))
                 stack.enter_context(seeds_refused(self._unit, self._device_type))
                 hooks = partial(self._refuse_hook, torch.Tensor.register_hook)
                 stack.callback(patch.replace_function(torch.Tensor, "register_hook", hooks))
@@ -241,7 +228,7 @@ class CodeObserver:
 
     def conclude(self) -> None:
         """The warmup is over: refuse what has no row, and make the rows."""
-        state = self._state
+        state = self.state
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())
@@ -303,7 +290,7 @@ class CodeObserver:
     def kept(self) -> Iterator[None]:
         """Restore on exit what a pass changes besides buffers and frozen parameters."""
         writes = (("memory that it writes to", bytes_in(s)) for s in self._writes)
-        with self._state.kept(), values_kept(writes):
+        with self.state.kept(), values_kept(writes):
             yield
 
     def restore(self) -> None:
@@ -460,11 +447,11 @@ def seeds_refused(unit: Unit, device_type: str) -> Iterator[None]:
         raise _sets_a_seed(unit, "manual_seed of a torch.Generator")
 
 
-@contextmanager
-def questions_refused(unit: Unit, samples: Mapping[str, torch.Tensor]) -> Iterator[None]:
+@patch.combined_undo
+def questions_refused(unit: Unit, samples: Mapping[str, torch.Tensor]) -> Iterator[patch.Undo]:
     """Refuse code that asks what a capture answers otherwise than training does.
 
-    Samples are leaves of autograd, and weights have no gradient. Raises CaptureError from the pass.
+    Samples are leaves of autograd, and weights have no gradient. The pass raises CaptureError.
     """
     given = {id(one): name for name, one in samples.items() if one.requires_grad}
     weights = {id(one): name for name, one in unit.layer.named_parameters()}
@@ -483,10 +470,8 @@ def questions_refused(unit: Unit, samples: Mapping[str, torch.Tensor]) -> Iterat
 
         return property(get, getattr(own, "__set__", None), getattr(own, "__delete__", None))
 
-    with ExitStack() as undo:
-        for name, of in (("is_leaf", given), ("grad_fn", given), ("grad", given | weights)):
-            undo.callback(patch.set_attribute(torch.Tensor, name, asked(name, of)))
-        yield
+    for name, of in (("is_leaf", given), ("grad_fn", given), ("grad", given | weights)):
+        yield patch.set_attribute(torch.Tensor, name, asked(name, of))
 
 
 def _sets_a_seed(unit: Unit, name: str) -> CaptureError:

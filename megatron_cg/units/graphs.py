@@ -214,7 +214,8 @@ class GraphedUnits:
             self._recapture *= 2
         refuted = mismatches.verifications.refuted.items()
         self._refuted |= {session.units[number].name: found for number, found in refuted}
-        self._controller.begin_again()
+        self._controller.release()
+        self._controller.awaits_capture = True
         self._observer, self._begun = Observer(self._units, self._sharding), 0
         try:
             self._begin()
@@ -340,7 +341,7 @@ class GraphedUnits:
         with session.capturing(), ExitStack() as stack:
             stack.enter_context(torch.autocast(**backward))
             for unit, (args, kwargs) in zip(units, samples, strict=True):
-                stack.enter_context(unit.taking_tensors(args, kwargs))
+                stack.callback(unit.taking_tensors(args, kwargs))
             layers = tuple(unit.layer for unit in units)
             own, named = map(list, zip(*samples, strict=True))
             graphs = session.capture(CaptureRequest(layers, own, named))

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from megatron_cg.units.call import in_parts, not_recomputed
 from megatron_cg.units.layouts import Gradients, Layout, ReadOnly, UsedResult, awaited, is_awaited
 from megatron_cg.units.observe import ObservedCall, tensors_of
 from megatron_cg.units.sums import Autocast
-from megatron_cg.upstream.patch import combine_undos, replace_function
+from megatron_cg.upstream.patch import Undo, combined_undo, replace_function
 
 _KEPT = Mismatch(
     "order",
@@ -42,8 +42,7 @@ _KEPT = Mismatch(
 """See Note [Outputs that outlive their pass] in ``replay/guarded_graph.py``."""
 
 
-@dataclass(frozen=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     """Stands for an output of the graph, by number, or for a tensor that the caller gave."""
 
     key: int | str
@@ -68,11 +67,6 @@ class Results:
         filled = [tensors[leaf.key] if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
         return tree_unflatten(filled, self.spec)
 
-    @cached_property
-    def returned(self) -> set[Any]:
-        """The names of arguments and the numbers of outputs that are returned."""
-        return {mark.key for mark in self.leaves if isinstance(mark, _Tensor)}
-
     def problem(self, before: Results | None) -> str | None:
         """Why no graph can return this form, after the pass ``before``; None if one can."""
         for leaf in self.leaves:
@@ -80,14 +74,10 @@ class Results:
                 return f"returns a {type(leaf).__name__}"
         if before is None or (
             (self.spec, self.layouts) == (before.spec, before.layouts)
-            and all(map(_same, self.leaves, before.leaves))
+            and all(map(same_value, self.leaves, before.leaves))
         ):
             return None
         return "returns something else in each pass"
-
-
-def _same(leaf: Any, other: Any) -> bool:
-    return leaf == other if isinstance(leaf, _Tensor) else same_value(leaf, other)
 
 
 class ModuleUnit(Unit):
@@ -112,6 +102,8 @@ class ModuleUnit(Unit):
         self.watched: list[ReadOnly | UsedResult] = []
         """Those of the last replay, and those that share memory of others in this step."""
         self._gradients = Gradients()
+        self.to_graph = self._gradients.to_graph  # type: ignore[method-assign]
+        self.broken = self._gradients.broken  # type: ignore[method-assign]
         self._results: Results | None = None
         """The form of the passes of the capture."""
 
@@ -121,9 +113,9 @@ class ModuleUnit(Unit):
     def in_backward(self) -> AbstractContextManager[None]:
         return torch.autocast(**self._backward)
 
-    @contextmanager
-    def taking_tensors(self, samples: Sequence[Any], named: Mapping[str, Any]) -> Iterator[None]:
-        """Inside the block the module takes and returns only tensors, as capture calls it.
+    @combined_undo
+    def taking_tensors(self, samples: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Undo]:
+        """Let the module take and return only tensors; returns the undo.
 
         Capture calls it with these samples, under the autocast of backward passes.
         """
@@ -132,10 +124,8 @@ class ModuleUnit(Unit):
             with self.in_forward():
                 return self.run(args, kwargs)
 
-        with ExitStack() as stack:
-            stack.callback(combine_undos(self._gradients.note_arguments(samples, named)))
-            stack.callback(replace_function(self.layer, "forward", forward))
-            yield
+        yield from self._gradients.note_arguments(samples, named)
+        yield replace_function(self.layer, "forward", forward)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One pass, as its graph returns it."""
@@ -189,8 +179,9 @@ class ModuleUnit(Unit):
         layouts: dict[int, Layout] = {}
         keys = {id(tensor): key for key, tensor in enumerate(tensors_of(value))}
         # With separate_inputs the graph returned a view of an argument that needs no gradient now.
-        known = None if self._results is None else self._results.returned
-        marks = {id(t): _Tensor(n) for n, t in arguments.items() if known is None or n in known}
+        before = None if self._results is None else self._results.leaves
+        marks = {id(t): _Tensor(name) for name, t in arguments.items()}
+        marks = {key: one for key, one in marks.items() if before is None or one in before}
 
         def marked(leaf: Any) -> Any:
             is_distributed = spec_of(leaf) is not None
@@ -229,14 +220,6 @@ class ModuleUnit(Unit):
         """The gradients that its weights have, and how often each was written."""
         grads = (weight.grad for weight in self.layer.parameters())
         return [(grad, grad._version) for grad in grads if grad is not None]
-
-    def to_graph(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        return self._gradients.to_graph(args, kwargs)
-
-    def broken(self, gradients: Sequence[torch.Tensor | None]) -> Mismatch | None:
-        return self._gradients.broken(gradients)
 
     def attach(self, before_replay: Sequence[ManualHook]) -> Callable[[], None]:
         target: Any = self.layer
