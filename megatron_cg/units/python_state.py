@@ -43,23 +43,7 @@ from megatron_cg.replay.plain import (
     same_value,
 )
 from megatron_cg.restore import Restores
-from megatron_cg.units.held import (
-    DEPTH,
-    INTERNAL,
-    Attributes,
-    RandomState,
-    attributes_of,
-    functions_in,
-    held_by,
-    imported_by,
-    is_object,
-    item,
-    parts_of,
-    referred,
-    restored_to,
-    texts,
-    variables_of,
-)
+from megatron_cg.units import held
 from megatron_cg.upstream.patch import undone_after
 
 _CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getitem__.__code__
@@ -128,8 +112,8 @@ class PythonState:
 
     def _copy_all(self) -> None:
         self._copies.clear()
-        held = (value for module in self._modules.values() for value in vars(module).values())
-        self._generators = {id(one) for one in held if isinstance(one, torch.Generator)}
+        own = (value for module in self._modules.values() for value in vars(module).values())
+        self._generators = {id(one) for one in own if isinstance(one, torch.Generator)}
         self._values = [(h, k, what, h.get(k)) for h, k, what in self._elsewhere()]
         found = [(value, what) for _, _, what, value in self._values]
         found += [(random, "Python's random"), (numpy.random, "numpy.random"), *self._outside()]
@@ -138,7 +122,7 @@ class PythonState:
         for path, module in self._modules.items():
             if not is_known(module):
                 self._copies[id(vars(module))] = vars(module), dict(vars(module)), path, True
-                for name in vars(module).keys() - INTERNAL:
+                for name in vars(module).keys() - held.INTERNAL:
                     self._copy(vars(module)[name], attribute(path, name))
 
     def end(self) -> None:
@@ -148,7 +132,7 @@ class PythonState:
         """Restore at once, and tell, what random states the last pass changed: threads may draw."""
         drawn = list[str]()
         for holder, key, what, before in self._values:
-            if isinstance(holder, RandomState) and holder.get(key) != before:
+            if isinstance(holder, held.RandomState) and holder.get(key) != before:
                 holder[key] = before
                 drawn.append(what)
         return drawn
@@ -167,7 +151,7 @@ class PythonState:
                 matters = not has_names or self._is_read(key)
                 same = (key in before) is (key in holder)  # None may be a value.
                 if matters and not (same and same_value(before.get(key), holder.get(key))):
-                    yield attribute(what, key) if has_names else item(what, key)
+                    yield attribute(what, key) if has_names else held.item(what, key)
             keeps_keys = before.keys() == holder.keys()  # Others are told above.
             if keeps_keys and not has_names and not same_value([*before], [*holder]):
                 yield f"the order of {what}"
@@ -175,7 +159,7 @@ class PythonState:
     def restorer(self) -> Callable[[], None]:
         """Returns a function that restores what the last pass found, but for random states."""
         copies = list(self._copies.values())
-        values = [one for one in self._values if not isinstance(one[0], RandomState)]
+        values = [one for one in self._values if not isinstance(one[0], held.RandomState)]
 
         def restore() -> None:
             with Restores() as stack:
@@ -183,7 +167,7 @@ class PythonState:
                     if holder.get(key) is not before:
                         stack.restore(what, operator.setitem, holder, key, before)
                 for holder, before, what, _ in copies:
-                    stack.restore(what, restored_to, holder, before)
+                    stack.restore(what, held.restored_to, holder, before)
 
         return restore
 
@@ -203,14 +187,14 @@ class PythonState:
             names = (self.names | _CALLED) - _of_capture(kind)
             what = f"attribute {kind.__name__}."
             for name in _of_capture(kind):
-                yield Entry(Attributes(kind), name, "state", what + name)
+                yield Entry(held.Attributes(kind), name, "state", what + name)
             for name, value in vars(kind).items():
                 if name in names and (callable(value) or hasattr(type(value), "__get__")):
                     yield Entry(vars(kind), name, "state", what + name)
-        for held, path, name, tensor in self._held():  # Such as a gain of a parameter.
+        for owned, path, name, tensor in self._held():  # Such as a gain of a parameter.
             for key in self.own_names.intersection(vars(tensor)):
                 what = f"attribute {attribute(path, name)}.{key}"
-                yield Entry(Attributes(held, name), key, "state", what)
+                yield Entry(held.Attributes(owned, name), key, "state", what)
                 yield from self._inside(getattr(tensor, key), what, seen)
 
     def _outside(self) -> Iterator[tuple[nn.Module, str]]:
@@ -222,8 +206,8 @@ class PythonState:
     def _held(self) -> Iterator[tuple[Any, str, str, torch.Tensor]]:
         """Parameters and buffers: the dictionary, the path of its module, name and tensor."""
         for path, module in self._modules.items():
-            for held in (module._parameters, module._buffers) if not is_known(module) else ():
-                yield from ((held, path, n, t) for n, t in held.items() if t is not None)
+            for owned in (module._parameters, module._buffers) if not is_known(module) else ():
+                yield from ((owned, path, n, t) for n, t in owned.items() if t is not None)
 
     def key_sets(self) -> Iterator[KeySet]:
         """What may not get anything later that code may ask for; known code asks for nothing."""
@@ -244,7 +228,7 @@ class PythonState:
             yield KeySet(keys, "attribute", attribute(what, ""), self.own_names | _CALLED)
 
     def _is_read(self, name: str) -> bool:
-        return (self._any_name or name in self.names) and name not in INTERNAL
+        return (self._any_name or name in self.names) and name not in held.INTERNAL
 
     def _roots(self) -> Iterator[tuple[Any, Any, str]]:
         for path, module in self._modules.items():
@@ -263,7 +247,7 @@ class PythonState:
             what = "Megatron's get_args()"
             self._objects[id(args)] = vars(args), what
             for name in self.own_names.intersection(vars(args)):
-                yield Attributes(self._megatron, "_GLOBAL_ARGS"), name, f"{what}.{name}"
+                yield held.Attributes(self._megatron, "_GLOBAL_ARGS"), name, f"{what}.{name}"
         found = [*self._owners.values()]
         found += [(holder.get(name), what) for holder, name, what in self._globals.values()]
         found += [(sys.modules.get(name), name) for name in self._imports]
@@ -277,7 +261,7 @@ class PythonState:
                 yield row.holder, row.key, row.what
 
     def _behind(
-        self, value: Any, what: str, seen: dict[int, Any], depth: int = DEPTH
+        self, value: Any, what: str, seen: dict[int, Any], depth: int = held.DEPTH
     ) -> Iterator[Entry]:
         """What code reaches through functions, classes and modules, also inside of other values."""
         if not depth or id(value) in seen or is_plain(value):
@@ -288,22 +272,22 @@ class PythonState:
         rows, inner = list[Entry](), list[tuple[Any, str]]()
         if isinstance(value, FunctionType):
             if id(value.__code__) in self._codes:
-                rows = variables_of(value)
-            inner = [(part, what) for part in parts_of(value)]
+                rows = held.variables_of(value)
+            inner = [(part, what) for part in held.parts_of(value)]
             depth += 1
         elif isinstance(value, type | ModuleType):
             if is_known(value, LIBRARIES):
                 return
-            named = self._is_read if depth == DEPTH else self.own_names.__contains__
-            rows = [row for row in attributes_of(value, what) if named(row.key)]
+            named = self._is_read if depth == held.DEPTH else self.own_names.__contains__
+            rows = [row for row in held.attributes_of(value, what) if named(row.key)]
             rows = [Entry(row.holder, row.key, "state", f"attribute {row.what}") for row in rows]
             inner = [*self._functions_of(value)]
         elif not isinstance(value, torch.Tensor | nn.Module):
-            inner = [(part, what) for part in parts_of(value)]
-            held, may_return = held_by(value, what), hasattr(type(value), "__get__")
+            inner = [(part, what) for part in held.parts_of(value)]
+            found, may_return = held.held_by(value, what), hasattr(type(value), "__get__")
             if isinstance(value, ContextVar) or may_return:  # Or a descriptor.
-                rows = [row for row in held if row.key is None or self._is_read(row.key)]
-            inner += [(row.holder.get(row.key), row.what) for row in held]
+                rows = [row for row in found if row.key is None or self._is_read(row.key)]
+            inner += [(row.holder.get(row.key), row.what) for row in found]
             inner += self._functions_of(type(value))
         for row in rows:
             part = row.holder.get(row.key)
@@ -323,17 +307,17 @@ class PythonState:
             if isinstance(value, type) and name not in self.own_names:
                 continue
             if issubclass(kind, torch.autograd.Function):  # A device's thread runs no profile.
-                for function in functions_in(value):
+                for function in held.functions_in(value):
                     self._note(function.__code__, function.__globals__)
             if callable(value) or hasattr(type(value), "__get__"):
                 yield value, name
 
     def _inside(self, value: Any, what: str, seen: dict[int, Any]) -> Iterator[Entry]:
         """The attributes of plain objects, such as a configuration, also in containers."""
-        value = referred(value)
+        value = held.referred(value)
         if isinstance(value, Logger) and not _ASK_LEVEL.isdisjoint(self.own_names):
-            yield Entry(Attributes(value), "level", "state", f"the level of {what}")
-        named = is_object(value)
+            yield Entry(held.Attributes(value), "level", "state", f"the level of {what}")
+        named = held.is_object(value)
         opened = named or isinstance(value, (*MAPPINGS, list, tuple, deque, partial, MethodType))
         are_plain = isinstance(value, list | tuple) and all(map(is_plain, value))
         if not opened or are_plain or id(value) in seen:
@@ -348,38 +332,38 @@ class PythonState:
             yield Entry(vars(value), "training", "training", f"training of {what}")
         of_transformers = any(k.__name__.lower() == "pretrainedconfig" for k in type(value).__mro__)
         written = _OF_CHECKPOINTS if of_transformers else ()
-        for row in held_by(value, what):
+        for row in held.held_by(value, what):
             if named and (row.key in written or not self._is_read(row.key)):
                 continue
             if named or isinstance(value, partial):
                 yield row
             yield from self._inside(row.holder.get(row.key), row.what, seen)
 
-    def _copy(self, value: Any, what: str, depth: int = DEPTH) -> None:
-        value = referred(value)
+    def _copy(self, value: Any, what: str, depth: int = held.DEPTH) -> None:
+        value = held.referred(value)
         value = value.data if isinstance(value, UserDict | UserList) else value
-        state = RandomState.of(value)
+        state = held.RandomState.of(value)
         if state is not None and id(value) not in self._generators:
             self._generators.add(id(value))
             self._values.append((state, None, f"the random state of {what}", state.get(None)))
-        has_names = is_object(value)
+        has_names = held.is_object(value)
         if has_names and isinstance(value, dict):  # Of a user's class.
             items = {key: value.get(key) for key in value}  # Its own [...] may make something.
             self._copies.setdefault(id(value), (value, items, what, False))
-        held = getattr(value, "__dict__", None) if has_names else value
-        if not depth or id(held) in self._copies:
+        own = getattr(value, "__dict__", None) if has_names else value
+        if not depth or id(own) in self._copies:
             return
-        if isinstance(held, list | deque | dict | set | array | bytearray) or is_array(held):
-            self._copies[id(held)] = held, copy.copy(held), what, has_names
-        for row in held_by(value, what):
+        if isinstance(own, list | deque | dict | set | array | bytearray) or is_array(own):
+            self._copies[id(own)] = own, copy.copy(own), what, has_names
+        for row in held.held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)
-        for part in parts_of(value):
+        for part in held.parts_of(value):
             self._copy(part, what, depth - 1)
 
     def _unseen(self, value: Any, *, inlined: bool = False) -> None:
         """Count functions as called, and those that they name: cached, or ``inlined`` by Dynamo."""
         value = type(value).forward if isinstance(value, nn.Module) else value
-        for function in functions_in(value):
+        for function in held.functions_in(value):
             code, own = function.__code__, function.__globals__
             is_new = id(code) not in self._codes
             self._note(code, own)
@@ -389,7 +373,7 @@ class PythonState:
             if inlined:
                 owners = [*self._kinds.values(), *(owner for owner, _ in self._owners.values())]
                 found += [vars(owner).get(name) for owner in owners for name in code.co_names]
-                found += [row.holder.get(row.key) for row in variables_of(function)]
+                found += [row.holder.get(row.key) for row in held.variables_of(function)]
             for one in found:
                 self._unseen(one, inlined=inlined)
 
@@ -413,7 +397,7 @@ class PythonState:
         if id(code) in self._codes:
             return
         self._codes[id(code)] = code
-        self.names.update(code.co_names, texts(code.co_consts))
+        self.names.update(code.co_names, held.texts(code.co_consts))
         module = str(names.get("__name__"))
         package = package_of(module)
         if module == "megatron.training.global_vars":
@@ -424,12 +408,12 @@ class PythonState:
         if package in LIBRARIES or (module, code.co_name) == RECORDER:  # The guard looks at it.
             return
         self.asks_for_gradients |= "needs_input_grad" in code.co_names
-        self.own_names.update(code.co_names, texts(code.co_consts))
+        self.own_names.update(code.co_names, held.texts(code.co_consts))
         steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
         is_matched = any(by_place and step == opmap["MATCH_CLASS"] for step, by_place in steps)
         self._any_name |= is_matched or not _BY_TEXT.isdisjoint(code.co_names)
-        self._imports.update(imported_by(code, str(names.get("__package__"))))
-        by_text = texts(code.co_consts) if "globals" in code.co_names else ()
+        self._imports.update(held.imported_by(code, str(names.get("__package__"))))
+        by_text = held.texts(code.co_consts) if "globals" in code.co_names else ()
         for _, path, of, tensor in self._held():
             for name in vars(tensor).keys() & code.co_names:  # Such as a counter.
                 if is_plain(vars(tensor)[name]):
