@@ -24,10 +24,9 @@ Note [Which layers]
     repeated is refused (``recompute/rules.py``).
 
 Note [Lost gradients]
-    Megatron's checkpoint is an autograd function of a layer's input alone. If the input needs no
-    gradient, as behind a frozen embedding, neither does the output, and the layer's weights get
-    none (``tensor_parallel/random.py``, ``CheckpointFunction``). A replay is a function of the
-    weights too, and gives them their gradients. So the two would train other numbers.
+    Megatron's checkpoint is an autograd function of a layer's input alone, which needs no gradient
+    behind a frozen embedding (``tensor_parallel/random.py``, ``CheckpointFunction``). A replay is a
+    function of the weights too.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,14 +43,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_cg.arguments.schema import recomputes_layers
 from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.integrations.megatron.megatron_unit import HIDDEN, ObservedInputs
+from megatron_cg.upstream import patch
 from megatron_cg.upstream.megatron import LayerConfig, is_capturing, not_capturing, relax_rules
-from megatron_cg.upstream.patch import (
-    Undo,
-    combine_undos,
-    combined_undo,
-    replace_function,
-    set_attribute,
-)
 from megatron_cg.upstream.symbols import Symbol
 
 _CHECKPOINTS = Symbol(
@@ -104,8 +97,8 @@ def _goes_into_layers(config: Any) -> bool:
     )
 
 
-@combined_undo
-def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[Undo]:
+@patch.combined_undo
+def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[patch.Undo]:
     """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
 
     Does nothing to a model that does not recompute whole layers. Call it before a capture, between
@@ -125,7 +118,7 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[Un
     for caller in callers:
         yield from map(_recompute, _recomputed(caller))
         plain = LayerConfig(caller.config, recompute_granularity=None)
-        yield set_attribute(caller, "config", plain)
+        yield patch.set_attribute(caller, "config", plain)
 
 
 def _recomputed(caller: Any) -> list[nn.Module]:
@@ -156,7 +149,7 @@ def _recompute(layer: Any) -> Callable[[], None]:
 
         return forward
 
-    return combine_undos(
-        replace_function(layer, name, recomputing(getattr(layer, name)))
+    return patch.combine_undos(
+        patch.replace_function(layer, name, recomputing(getattr(layer, name)))
         for name in ("forward", "_te_cuda_graph_capture")
     )

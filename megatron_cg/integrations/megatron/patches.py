@@ -29,14 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_cg import extensions
 from megatron_cg.arguments import megatron as flags
-from megatron_cg.arguments.schema import (
-    Exchange,
-    GraphArguments,
-    GroupedGemm,
-    OnFailure,
-    OnMismatch,
-    recomputes_layers,
-)
+from megatron_cg.arguments import schema
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation, speaking
 from megatron_cg.fsdp.sharding import root_of
@@ -53,14 +46,7 @@ from megatron_cg.integrations.call_arguments import (
 from megatron_cg.integrations.megatron.steps import by_optimizer, by_train_step, repeat_steps
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.telemetry import follow_log, is_recorded
-from megatron_cg.upstream.patch import (
-    Undo,
-    combine_undos,
-    combined_undo,
-    replace_function,
-    run_instead,
-    set_attribute,
-)
+from megatron_cg.upstream import patch
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -106,16 +92,16 @@ def enable(
     *,
     layers: str | Sequence[str] | None = None,
     backend: BackendName | None = None,
-    on_failure: OnFailure | None = None,
-    on_mismatch: OnMismatch | None = None,
+    on_failure: schema.OnFailure | None = None,
+    on_mismatch: schema.OnMismatch | None = None,
     verify_interval: int | None = None,
     verify_steps: int | None = None,
     packed_samples: int | None = None,
     fast_path: bool | None = None,
-    grouped_gemm: GroupedGemm | None = None,
+    grouped_gemm: schema.GroupedGemm | None = None,
     moe_rows: float | None = None,
     moe_stash: float | None = None,
-    moe_exchange: Exchange | None = None,
+    moe_exchange: schema.Exchange | None = None,
     record: str | PathLike[str] | None = None,
     full_recompute: bool = False,
 ) -> None:
@@ -182,8 +168,10 @@ def counters() -> list[Counters]:
     return [] if _enabled is None else [one.controller.counters for one in _enabled.helpers]
 
 
-@combined_undo
-def _build_models_for(given: GraphArguments, *, full_recompute: bool) -> Iterator[Undo]:
+@patch.combined_undo
+def _build_models_for(
+    given: schema.GraphArguments, *, full_recompute: bool
+) -> Iterator[patch.Undo]:
     """Let models that are built from now on compute as these settings say; returns the undo."""
     yield extensions.allow_graphs_under_v2()
     gemm, factor, stash = given.cg_grouped_gemm, given.cg_moe_rows, given.cg_moe_stash
@@ -202,7 +190,7 @@ class _Enabled:
 
     def __init__(self) -> None:
         self.undo = ExitStack()
-        self.settings = GraphArguments()
+        self.settings = schema.GraphArguments()
         """They hold for parsers, runs and helpers that come from now on."""
         self.helpers: list[FsdpHelper] = []
         """See Note [How long a helper votes]."""
@@ -211,8 +199,8 @@ class _Enabled:
 
     def install(self) -> None:
         """Raises UpstreamChangedError if a symbol is missing; the caller undoes the others."""
-        self.undo.callback(run_instead(_PARSER, self._parser))
-        self.undo.callback(run_instead(_RULES, self._validate_args))
+        self.undo.callback(patch.run_instead(_PARSER, self._parser))
+        self.undo.callback(patch.run_instead(_RULES, self._validate_args))
         if (bridge := extensions.bridge()) is not None:
             self.undo.callback(bridge.before_validation(partial(self._configured, bridge)))
         self.undo.callback(_allow_prebuilt_dataset_helpers())
@@ -231,7 +219,7 @@ class _Enabled:
         self._begin_run(settings := flags.read_graph(args), run, "megatron")
         if run is not None:  # Helpers of train() have these settings, and follow its steps.
             of_train = partial(_HELPER_OF_TRAIN.find(), source=by_train_step)
-            self.undo.callback(set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
+            self.undo.callback(patch.set_attribute(*_HELPER_OF_TRAIN.place(), of_train))
             self.undo.callback(follow_log(counters))
             self.settings = settings
         return result
@@ -245,12 +233,12 @@ class _Enabled:
                 self.undo.enter_context(bridge.naming_fields(cfg))
             self._begin_run(self.settings, run, "bridge")
 
-    def _begin_run(self, settings: GraphArguments, run: Any, loop: str) -> None:
+    def _begin_run(self, settings: schema.GraphArguments, run: Any, loop: str) -> None:
         """Do what a run's settings ask for, in the loop of that name.
 
         ``run`` has Megatron's settings; None if it asks for no graphs.
         """
-        full_recompute = run is not None and recomputes_layers(run)
+        full_recompute = run is not None and schema.recomputes_layers(run)
         self.undo.callback(_build_models_for(settings, full_recompute=full_recompute))
         # Bridge may have validated another configuration before, and the run be recorded.
         if settings.cg_record is not None and not (loop == "bridge" and is_recorded()):
@@ -270,7 +258,7 @@ class _Enabled:
         def init(helper: Any, *args: Any, source: Any = by_optimizer, **kwargs: Any) -> None:
             given = signature.bind(helper, *args, **kwargs).arguments
             root = root_of(given["model"][0])
-            if root is None and recomputes_layers(given["config"]):
+            if root is None and schema.recomputes_layers(given["config"]):
                 raise ConfigurationError([_RECOMPUTES])
             if root is None and any(map(extensions.experts_of, given["model"])):
                 raise ConfigurationError([_EXPERTS])
@@ -282,10 +270,10 @@ class _Enabled:
                     self._help(helper, partial(old, helper, *args, **kwargs), given, source)
 
         self.undo.callback(self._close_helpers)
-        self.undo.callback(set_attribute(kind, "__init__", init))
+        self.undo.callback(patch.set_attribute(kind, "__init__", init))
 
     def _close_helpers(self) -> None:
-        combine_undos(one.close for one in self.helpers)()
+        patch.combine_undos(one.close for one in self.helpers)()
 
     def _help(
         self, helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any
@@ -329,8 +317,8 @@ _NO_OPTIMIZERS = Violation(
 _enabled: _Enabled | None = None
 
 
-@combined_undo
-def _allow_prebuilt_dataset_helpers() -> Iterator[Undo]:
+@patch.combined_undo
+def _allow_prebuilt_dataset_helpers() -> Iterator[patch.Undo]:
     """Let megatron-core run from a wheel, which has compiled dataset helpers and no Makefile."""
     folder = Path(_COMPILE.find().__code__.co_filename).parent
     built = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
@@ -342,4 +330,4 @@ def _allow_prebuilt_dataset_helpers() -> Iterator[Undo]:
     )
     bound = [_COMPILE_OF_BRIDGE] if "megatron.bridge.training.initialize" in sys.modules else []
     for symbol in (_COMPILE, *bound):
-        yield replace_function(*symbol.place(), partial(print, text))
+        yield patch.replace_function(*symbol.place(), partial(print, text))

@@ -14,11 +14,8 @@ Note [Verification]
     it, on all ranks that exchange anything with it. So a difference counts only while no rank has
     exceeded the bound in this step.
 
-Note [What a loop must do]
-    A repeat clears the gradients. So a step is one call of this function, after
-    ``zero_grad_buffer()``, around all its replays, with batches from ``data_iterator``, or None. A
-    loop that does otherwise ends with an error before its optimizer changes a weight. A
-    verification takes the first of several calls for the same gradients.
+A loop that does what ``_REFUSED`` lists ends with an error before its optimizer changes a weight. A
+verification takes the first of several calls for the same gradients.
 """
 
 from __future__ import annotations
@@ -38,15 +35,7 @@ from megatron_cg.extensions import experts_of
 from megatron_cg.fsdp.sharding import root_of
 from megatron_cg.integrations.megatron.megatron_unit import ObservedInputs
 from megatron_cg.integrations.repeated_step import Batches, train_step
-from megatron_cg.upstream.patch import (
-    Undo,
-    combine_undos,
-    combined_undo,
-    run_instead,
-    set_attribute,
-    undone_after,
-    wrap_method,
-)
+from megatron_cg.upstream import patch
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -77,7 +66,7 @@ class Steps:
 
     def __init__(self, controller: GraphController, inputs: ObservedInputs) -> None:
         self.controller, self._inputs = controller, inputs
-        self._stop_observing: Undo | None = None
+        self._stop_observing: patch.Undo | None = None
         self.number: int | None = None
         """The number of the step that runs, from 1, as in the log; None if unknown."""
 
@@ -102,22 +91,22 @@ class Steps:
             self.controller.close()
 
 
-Source = Callable[[Steps, Sequence[Any]], Undo]
+Source = Callable[[Steps, Sequence[Any]], patch.Undo]
 """Announces steps until the undo that it returns; takes the optimizers of the model too."""
 
 
-def by_train_step(steps: Steps, _optimizers: Sequence[Any]) -> Undo:
+def by_train_step(steps: Steps, _optimizers: Sequence[Any]) -> patch.Undo:
     """Megatron's loop. Raises UpstreamChangedError if ``train_step`` is missing."""
 
     def train_step(old: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps.begin(kwargs.get(_ITERATION))
-        with undone_after(steps.end):
+        with patch.undone_after(steps.end):
             return old(*args, **kwargs)
 
-    return run_instead(_STEP, train_step)
+    return patch.run_instead(_STEP, train_step)
 
 
-def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
+def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> patch.Undo:
     """Any loop: a step ends when the step of the last optimizer returns, and the next begins."""
 
     def stepped() -> None:
@@ -125,8 +114,8 @@ def by_optimizer(steps: Steps, optimizers: Sequence[Any]) -> Undo:
         steps.begin(steps.number)
 
     steps.begin(0)
-    return combine_undos(
-        wrap_method(optimizer, "step", after=stepped) for optimizer in optimizers[-1:]
+    return patch.combine_undos(
+        patch.wrap_method(optimizer, "step", after=stepped) for optimizer in optimizers[-1:]
     )
 
 
@@ -164,7 +153,7 @@ _repeaters: WeakKeyDictionary[nn.Module, _Repeater] = WeakKeyDictionary()
 """By the ``MegatronFSDP`` of a model."""
 
 
-def repeat_steps() -> Undo:
+def repeat_steps() -> patch.Undo:
     """Let Megatron's schedule repeat steps of models that need it; returns the undo.
 
     Raises UpstreamChangedError if the schedule is not as relied on.
@@ -176,15 +165,16 @@ def repeat_steps() -> Undo:
         repeater = _repeaters.get(root) if root is not None else None
         if repeater is None or repeater.running or options.get(_EVALUATES):
             return old(**options)
-        return repeater.run(old, options)
+        with patch.undone_after(patch.set_attribute(repeater, "running", True)):
+            return repeater.run(old, options)
 
-    return run_instead(_PASSES, passes)
+    return patch.run_instead(_PASSES, passes)
 
 
-@combined_undo
+@patch.combined_undo
 def repeat_if_needed(
     model: Sequence[Any], optimizers: Sequence[Any], steps: Steps, *, verifies: bool = False
-) -> Iterator[Undo]:
+) -> Iterator[patch.Undo]:
     """Repeat steps of ``model`` if its layers have a bound of rows, or its steps are verified."""
     root: Any = root_of(model[0])
     experts = experts_of(root)
@@ -192,9 +182,9 @@ def repeat_if_needed(
     if bound is None and not verifies:
         return
     repeater = _Repeater(model, optimizers, steps, bound)
-    yield wrap_method(model[0], "zero_grad_buffer", after=repeater.begin)
+    yield patch.wrap_method(model[0], "zero_grad_buffer", after=repeater.begin)
     for optimizer in optimizers:
-        yield wrap_method(optimizer, "step", before=repeater.check)
+        yield patch.wrap_method(optimizer, "step", before=repeater.check)
     _repeaters[root] = repeater
     yield partial(_repeaters.__delitem__, root)
 
@@ -230,14 +220,10 @@ class _Repeater:
 
     def run(self, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
         """Run the passes of a step, by graphs if there are any, and repeat them if needed."""
-        session = self.steps.controller.session
+        session, bound = self.steps.controller.session, self.bound
         if session is None:
             return passes(**options)
-        with undone_after(set_attribute(self, "running", True)):
-            return self._run(session, passes, options)
-
-    def _run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
-        mismatches, bound = session.mismatches, self.bound
+        mismatches = session.mismatches
         conditions = mismatches.conditions
         is_second, self._ran = self._ran, True
         if is_second and bound is not None:
@@ -258,7 +244,7 @@ class _Repeater:
                     outer = (one for one in _repeaters.values() if one is not self and one.running)
                     if all(one.bound is not bound for one in outer):
                         bound.begin_step()
-                    stack.callback(set_attribute(conditions, "within_row_bound", bound.holds))
+                    stack.callback(patch.set_attribute(conditions, "within_row_bound", bound.holds))
                     step = bound.sharing(options[_FORWARD], options[_MICROBATCHES])
                     given = options | {_FORWARD: step}
                 result = passes(**given)
