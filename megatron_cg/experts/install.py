@@ -43,10 +43,10 @@ from megatron_cg.experts.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.experts.row_bound import RowBound, clipped
 from megatron_cg.experts.rules import ROW_MULTIPLES, lacks_device_counts
 from megatron_cg.experts.slots import (
-    Collective,
     PeerMemory,
     Places,
     Transport,
+    by_all_to_all,
     exchange,
     find_places,
 )
@@ -132,7 +132,7 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     average: int
     """Rows that this rank sends, and receives on average."""
     transport: Transport | None = None
-    """The way to other ranks; None is a :class:`Collective`."""
+    """The way to other ranks; None is :func:`by_all_to_all`."""
     gemm: KernelName = "torch"
     """What computes the experts."""
     multiple: int = 1
@@ -225,7 +225,8 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return self.ep_size > 1 or self.multiple > 1
 
     def _exchange(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
-        return exchange(rows, here, there, self.transport or Collective(self.ep_group))
+        transport = self.transport or partial(by_all_to_all, self.ep_group)
+        return exchange(rows, here, there, transport)
 
     def _find_places(self, sent: int) -> None:
         slot = largest_slot(sent, self.config.moe_router_topk, self.num_local_experts)

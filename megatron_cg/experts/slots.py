@@ -4,7 +4,7 @@ Note [Slots]
     An all-to-all takes its counts on the host, which a graph cannot. So here each rank has room for
     the same number of rows from each rank: a slot, whose rest is padding. Rows are moved into slots
     and out of them by indices that are computed on the device. A :class:`Transport` fills the slots
-    of other ranks: :class:`Collective`, or :class:`PeerMemory`, which writes to other GPUs.
+    of other ranks: :func:`by_all_to_all`, or :class:`PeerMemory`, which writes to other GPUs.
 
 Note [Padding]
     Padding may be anything. No result has it: a row that a slot had no room for is zero. A rank
@@ -176,25 +176,21 @@ def _here_and_there(tensors: Sequence[torch.Tensor]) -> tuple[Places, Places]:
     return Places(*tensors[:half]), Places(*tensors[half:])
 
 
-class Collective:
-    """A :class:`Transport` by one all-to-all of whole slots, padding included.
+def by_all_to_all(
+    group: dist.ProcessGroup, rows: torch.Tensor, here: Places, there: Places
+) -> torch.Tensor:
+    """With a group, a :class:`Transport` by one all-to-all of whole slots, padding included.
 
-    It works on NCCL and gloo, inside a graph too.
+    It works on NCCL and gloo, inside a graph too. Padding repeats some row.
     """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
-        """Padding repeats some row."""
-        sent = rows.index_select(0, here.packed)
-        received = rows.new_empty((len(sent) + 1, *sent.shape[1:]))
-        if dist.get_world_size(self._group) > 1:
-            dist.all_to_all_single(received[:-1], sent, group=self._group)
-        else:
-            received[:-1] = sent
-        received[-1].zero_()
-        return received.index_select(0, there.in_slots)
+    sent = rows.index_select(0, here.packed)
+    received = rows.new_empty((len(sent) + 1, *sent.shape[1:]))
+    if dist.get_world_size(group) > 1:
+        dist.all_to_all_single(received[:-1], sent, group=group)
+    else:
+        received[:-1] = sent
+    received[-1].zero_()
+    return received.index_select(0, there.in_slots)
 
 
 class _Slots(NamedTuple):
@@ -212,7 +208,7 @@ class PeerMemory:
     """A :class:`Transport` by writes to the memory of other GPUs.
 
     ``group`` are expert-parallel ranks of one host, whose GPUs can access each other's memory. On
-    the CPU, for the tape, it is a :class:`Collective`.
+    the CPU, for the tape, it is :func:`by_all_to_all`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -261,7 +257,7 @@ class PeerMemory:
     def __call__(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
         """Raises CaptureError on all ranks if they cannot map each other's memory."""
         if not rows.is_cuda:
-            return Collective(self._group)(rows, here, there)
+            return by_all_to_all(self._group, rows, here, there)
         from megatron_cg.experts.kernels import read_rows, write_rows
 
         flat = rows.contiguous().view(len(rows), -1)

@@ -81,7 +81,32 @@ class FullyShard(PerModule):
 
     def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
         """Units with sharded modules in them, without parameters, or with some of unknown kinds."""
-        yield from _unknown_parameters(name, module)
+        groups = own_groups(module)
+        if groups and len(groups[0].modules) > 1:
+            yield Violation(
+                "fsdp2-group-of-modules",
+                f"unit {name} is one of {len(groups[0].modules)} modules of one fully_shard call",
+                "they are gathered with the first and freed with the last of them",
+                "call fully_shard on each of them",
+            )
+        for param in (param for group in groups for param in group.fsdp_params):
+            local = param.sharded_param.to_local()
+            if hasattr(local, "fsdp_pre_all_gather"):
+                child = param._module_info.param_name
+                yield Violation(
+                    "fsdp2-extension",
+                    f"parameter {child} of unit {name} is a {type(local).__name__}",
+                    "it makes its unsharded parameter itself, in memory that is not known here",
+                    "leave the unit out of units, or shard plain parameters",
+                )
+            elif param.offload_to_cpu:
+                yield Violation(
+                    "fsdp2-cpu-offload",
+                    f"unit {name} has CPUOffloadPolicy",
+                    "graphs of units with parameters on the host have not been tried",
+                    "fully_shard without offload_policy, or leave the unit out of units",
+                )
+                break
         paths = [path for path, each in module.named_modules() if self.is_unit(each)]
         if len(paths) > 1:
             yield Violation(
@@ -90,7 +115,7 @@ class FullyShard(PerModule):
                 "hooks of fully_shard inside a unit do not run in a replay",
                 "call it on the unit alone, or name the modules in it as units",
             )
-        elif not own_groups(module):
+        elif not groups:
             yield Violation(
                 "fsdp2-no-parameters",
                 f"unit {name} is a {type(module).__name__} without parameters of its own",
@@ -172,36 +197,6 @@ class FullyShard(PerModule):
             param._setattr_on_modules(param.sharded_param if sharded else param._unsharded_param)
             if self.varies_sums:  # See Note [Gradients of another dtype].
                 param._unsharded_param.grad_dtype = param.unsharded_grad_dtype if sharded else None
-
-
-def _unknown_parameters(name: str, module: nn.Module) -> Iterator[Violation]:
-    groups = own_groups(module)
-    if groups and len(groups[0].modules) > 1:
-        yield Violation(
-            "fsdp2-group-of-modules",
-            f"unit {name} is one of {len(groups[0].modules)} modules of one fully_shard call",
-            "they are gathered with the first and freed with the last of them",
-            "call fully_shard on each of them",
-        )
-    params = [param for group in groups for param in group.fsdp_params]
-    for param in params:
-        child = param._module_info.param_name
-        local = param.sharded_param.to_local()
-        if hasattr(local, "fsdp_pre_all_gather"):
-            yield Violation(
-                "fsdp2-extension",
-                f"parameter {child} of unit {name} is a {type(local).__name__}",
-                "it makes its unsharded parameter itself, in memory that is not known here",
-                "leave the unit out of units, or shard plain parameters",
-            )
-        elif param.offload_to_cpu:
-            yield Violation(
-                "fsdp2-cpu-offload",
-                f"unit {name} has CPUOffloadPolicy",
-                "graphs of units with parameters on the host have not been tried",
-                "fully_shard without offload_policy, or leave the unit out of units",
-            )
-            return
 
 
 def own_groups(module: Any) -> list[Any]:

@@ -1,11 +1,5 @@
 """Megatron-FSDP v2 (``megatron_fsdp.experimental``) as a way of sharding, in memory that stays.
 
-Note [The order of registration]
-    v2 prefetches modules in the order in which they were registered. If they run in another order,
-    some are prefetched at the end of the backward pass and stay gathered over the optimizer's step:
-    they compute with the weights of the step before, eagerly too (seen with megatron-fsdp 0.6.1 on
-    two CPU ranks). A capture would gather them again, so such a model is refused.
-
 Megatron-FSDP v2 gathers the parameters of a module into a buffer whose storage it grows before each
 gather, and shrinks to nothing when the module is resharded.
 
@@ -120,7 +114,7 @@ class MegatronFsdpV2(PerModule):
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
         """See Note [Two buffers for many units].
 
-        Raises ConfigurationError; see Note [The order of registration].
+        Raises ConfigurationError if units run in another order than that of their registration.
         """
         _require_order(layers)
         self._places = {layer: place for place, layer in enumerate(layers)}
@@ -192,6 +186,7 @@ def _in_order(modules: Sequence[Any]) -> Iterator[Undo]:
 
 
 def _require_order(layers: Sequence[Any]) -> None:
+    # Seen with megatron-fsdp 0.6.1 on two CPU ranks. A capture would gather the units again.
     contexts = {id(layer._context): layer._context for layer in layers}
     for context in contexts.values():
         run = [layer for layer in layers if layer._context is context]

@@ -8,9 +8,7 @@ Note [Gradients that are written elsewhere]
     itself. Megatron's own linear layers (megatron-core 0.19.2, ``tensor_parallel/layers.py``,
     ``LinearWithGradAccumulationAndAsyncCommunication``) then set ``grad_added_to_main_grad`` from
     Python and return a tensor without values, or return None. TE's modules (2.20.2,
-    ``fuse_wgrad_accumulation``) do the same. A replay runs no Python: whoever reduces the gradient
-    would add the values that are not one, or would never hear of it. Warmup passes on made-up
-    inputs would be added to ``main_grad`` too.
+    ``fuse_wgrad_accumulation``) do the same. Warmup passes on made-up inputs would be added too.
 
 Note [What keeps the pool]
     All passes are recorded in one memory pool, on one capture stream. The allocator frees the pool

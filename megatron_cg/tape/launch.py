@@ -50,8 +50,20 @@ def one_worker_a_group() -> Undo:
 
     Returns the undo; may be nested. A group that is created with options keeps their devices.
     """
-    group = _GROUP.find()
-    return replace_function(group, "__init__", _with_one_worker(group.__init__))
+    original = _GROUP.find().__init__
+
+    def init(group: Any, store: Any, rank: int, size: int, given: Any = None, **named: Any) -> None:
+        given = named.get("options", named.get("timeout", given))
+        if given is None or isinstance(given, timedelta):
+            # What torch itself uses for a group without options (torch 2.11, init.cpp).
+            options = _OPTIONS.find()()
+            options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
+            options._timeout = given or options._timeout
+            given = options
+        given._threads = 1
+        original(group, store, rank, size, given)
+
+    return replace_function(_GROUP.find(), "__init__", init)
 
 
 def as_nccl() -> Undo:
@@ -80,23 +92,6 @@ def as_nccl() -> Undo:
 
     ours = (all_to_all_single, all_reduce)
     return combine_undos(replace_function(dist, one.__name__, one) for one in ours)
-
-
-def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
-    """Return ``ProcessGroupGloo.__init__`` with one worker; it takes options or a time limit."""
-
-    def init(group: Any, store: Any, rank: int, size: int, given: Any = None, **named: Any) -> None:
-        given = named.get("options", named.get("timeout", given))
-        if given is None or isinstance(given, timedelta):
-            # What torch itself uses for a group without options (torch 2.11, init.cpp).
-            options = _OPTIONS.find()()
-            options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
-            options._timeout = given or options._timeout
-            given = options
-        given._threads = 1
-        original(group, store, rank, size, given)
-
-    return init
 
 
 @cache

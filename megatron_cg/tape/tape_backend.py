@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -32,7 +32,7 @@ from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.errors import CaptureError, HostSyncError, MegatronCGError, say
 from megatron_cg.replay.borders import ranks_of_meshes
 from megatron_cg.restore import Restores, write_back
-from megatron_cg.upstream.patch import set_attribute
+from megatron_cg.upstream.patch import Undo, combined_undo, set_attribute, undone_after
 
 #: Every byte of poisoned memory: NaN in each of torch's floating dtypes, -1 in the signed ones.
 POISON = 0xFF
@@ -169,9 +169,9 @@ def _name_and_tag(func: torch._ops.OpOverload) -> tuple[str, bool]:
     return func._schema.name.partition("::")[2], any(tag in func.tags for tag in tags)
 
 
-@contextmanager
-def methods_watched(read: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
-    """In the block, call ``read`` before this thread reads a tensor by a method.
+@combined_undo
+def methods_watched(read: Callable[[torch.Tensor, str], None]) -> Iterator[Undo]:
+    """Call ``read`` before this thread reads a tensor by a method; returns the undo.
 
     Other threads may read tensors meanwhile, such as one that writes a checkpoint. On a CPU,
     autograd runs a backward pass in its caller's thread.
@@ -189,10 +189,8 @@ def methods_watched(read: Callable[[torch.Tensor, str], None]) -> Iterator[None]
 
         return method
 
-    with ExitStack() as undo:
-        for name in _METHODS:
-            undo.callback(set_attribute(torch.Tensor, name, watching(name)))
-        yield
+    for name in _METHODS:
+        yield set_attribute(torch.Tensor, name, watching(name))
 
 
 def _is_host(device: object) -> bool:
@@ -326,7 +324,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     recorder = _Recorder(Tape(pool, label), module)
     _here.recorders.append(recorder)
     try:
-        with methods_watched(recorder.read), recorder:
+        with undone_after(methods_watched(recorder.read)), recorder:
             yield recorder.tape
     finally:
         _here.recorders.pop()
