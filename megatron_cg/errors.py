@@ -122,13 +122,11 @@ def _paragraphs(violations: Iterable[Violation]) -> list[str]:
         name = named[1] if (named := _UNIT.search(item)) else ""
         own = rf"(?<=\bunit ){re.escape(name)}(?!\w)|(?<![\w.]){re.escape(name)}(?=\.\w)"
         units.setdefault(re.sub(own, "\0", item) if name else item, []).append(name)
-    return [_of_units(text, names) for text, names in units.items()]
-
-
-def _of_units(text: str, names: Sequence[str]) -> str:
-    if len(names) > 1:
-        text = re.sub("\0(?=\\.\\w)", "*", text).replace("unit \0", "each of the units \0")
-    return text.replace("\0", ranged(names))
+    said = []
+    for text, names in units.items():
+        several = re.sub("\0(?=\\.\\w)", "*", text).replace("unit \0", "each of the units \0")
+        said.append((several if len(names) > 1 else text).replace("\0", ranged(names)))
+    return said
 
 
 class ArgumentError(ConfigurationError, ValueError):

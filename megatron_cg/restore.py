@@ -1,8 +1,7 @@
 """Restores all that was changed, or ends the run: an error of one restore does not skip the others.
 
-A capture, a verification and a repeated step change what training reads. If one tensor cannot be
-restored, all others still are, and :class:`NotRestoredError` names it. Training must not continue
-then, whatever ``--cg-on-failure`` says.
+A capture, a verification and a repeated step change what training reads. Training must not continue
+without one tensor of it, whatever ``--cg-on-failure`` says.
 """
 
 from __future__ import annotations

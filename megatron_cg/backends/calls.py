@@ -136,15 +136,11 @@ def place_of(frames: Frames, root: nn.Module) -> Place | None:
         if frame.f_code is torch.autograd.backward.__code__:
             return Place(None, "", source)
         if not source and not frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
-            source = _source(frame, line)
+            code = frame.f_code
+            text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+            statement = f": `{text}`" if text else ""
+            source = f"{code.co_filename}:{line} in {code.co_name}{statement}"
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:
             return Place(owner, names[id(owner)], source)
     return None
-
-
-def _source(frame: FrameType, line: int) -> str:
-    code = frame.f_code
-    text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-    statement = f": `{text}`" if text else ""
-    return f"{code.co_filename}:{line} in {code.co_name}{statement}"

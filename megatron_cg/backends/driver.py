@@ -522,10 +522,7 @@ class StorageReference:
 
     def storage(self) -> torch.UntypedStorage | None:
         """The storage, or None if it no longer has an owner."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
-            self._weak.cdata
-        )
-        return found
+        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
 
     def expired(self) -> bool:
         return bool(self._weak.expired())

@@ -79,15 +79,12 @@ def model_of(cfg: Any) -> Any:
     return getattr(cfg.model, "transformer", cfg.model)
 
 
-def _configs(cfg: Any) -> list[tuple[str, Any]]:
-    """Each overwrites fields of those before it."""
-    names = ("train", "dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
-    return [("cfg.model", model_of(cfg)), *((f"cfg.{name}", getattr(cfg, name)) for name in names)]
-
-
 def naming_fields(cfg: Any) -> AbstractContextManager[None]:
     """Errors in the block name fields of ``cfg`` and arguments of ``enable()``."""
-    return speaking(CallVoice(configs=_configs(cfg)))
+    names = ("train", "dataset", "optimizer", "ddp", "model", "comm_overlap", "mixed_precision")
+    others = ((f"cfg.{name}", getattr(cfg, name)) for name in names)
+    # Each overwrites fields of those before it.
+    return speaking(CallVoice(configs=[("cfg.model", model_of(cfg)), *others]))
 
 
 def check(cfg: Any, given: GraphArguments) -> RunArguments | None:

@@ -144,9 +144,13 @@ class Agreement:
         follow, and PhaseError while a CUDA graph is being captured.
         """
         words = f"the vote on {name_of(kind)} {serial}" + (f" ({name})" if name else "")
-        rows = self._exchange(encode(kind, serial, vote), timeout or self._timeout, words)
+        group, row = self._require_sound(), encode(kind, serial, vote)
+        rows = row.repeat(len(self._ranks))
+        if group is not None:
+            with self._naming_lost_ranks(group, timeout or self._timeout, words):
+                dist.all_gather_into_tensor(rows, row, group)
         try:
-            return decide(rows, self._ranks)
+            return decide(rows.view(-1, len(row)), self._ranks)
         except AgreementError as error:
             raise self._ended(f"{error} {self._remedy}") from None
 
@@ -350,15 +354,6 @@ class Agreement:
         if self._closed:
             raise PhaseError("this agreement is closed: make another, on all ranks together")
         return self._group
-
-    def _exchange(self, row: torch.Tensor, timeout: timedelta, vote: str) -> torch.Tensor:
-        group = self._require_sound()
-        if group is None:
-            return row.view(1, -1)
-        rows = row.new_empty(group.size() * len(row))
-        with self._naming_lost_ranks(group, timeout, vote):
-            dist.all_gather_into_tensor(rows, row, group)
-        return rows.view(group.size(), -1)
 
     @contextmanager
     def _naming_lost_ranks(

@@ -20,10 +20,6 @@ Note [A failed rank runs the rest]
     modules' work, and then votes. With tensor or context parallelism inside the captured region,
     other ranks wait in their modules' collectives, and the vote ends by its timeout.
 
-Note [A hook that raised]
-    If a hook raised, it is unknown whether it issued its collectives. Running it again could issue
-    them twice. So this rank is permanently out of step, and raises OutOfStepError.
-
 Note [Around a pass]
     ``begun`` is called after the hooks that come before a pass, and ``ended`` before those that
     follow it. So neither sees what hooks do. A failed rank that runs only the remaining hooks has
@@ -58,21 +54,10 @@ if TYPE_CHECKING:
 PLACES = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
 """The packages that ship it."""
 
-_CLASSES = {
-    "MegatronFSDP": "the wrapped model",
-    "ParamAndGradBuffer": "the model's buffers",
-    "ParameterGroup": "parameters in one bucket",
-    "DataParallelBuffer": "one kind of weights or gradients",
-    "FixedPoolAllocator": "buffers that stay in place",
-    "AllGatherPipeline": "what gathers weights",
-    "GradReducePipeline": "what reduces gradients",
-    "BucketStatus": "how far a bucket is",
-}
-
 
 def fsdp_class(name: str, *attributes: str) -> tuple[Symbol, ...]:
     """A class of Megatron-FSDP that has these attributes, in each package that ships it."""
-    return _in_both(name, _CLASSES[name], attributes=attributes)
+    return _in_both(name, "a class of Megatron-FSDP", attributes=attributes)
 
 
 def fsdp_function(
@@ -187,7 +172,6 @@ def _unknown(record: HookRecord, distribution: str, why: str) -> UnknownFsdpHook
 
 CaptureTimeHook = Callable[[nn.Module], None]
 CaptureTimeHooks = dict[str, dict[int, CaptureTimeHook]]
-"""TE's four keys, each ``{id: fn(module) -> None}``."""
 
 CAPTURE_TIME_KEYS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -320,7 +304,8 @@ class HookOrder:
     def run_rest(self) -> None:
         """Run all hooks that have not run yet; see Note [A failed rank runs the rest].
 
-        Raises OutOfStepError if a hook raises now or raised during capture.
+        Raises OutOfStepError if a hook raises now or raised during capture: it may have issued its
+        collectives, and would issue them twice if it ran again.
         """
         cause: Exception | None = None
         try:

@@ -101,8 +101,12 @@ def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> list[Violation]:
+    absent = Environment(without=extensions.not_installed())
     with speaking(CallVoice(call)):
-        return list(_check_each(given, call)) or list(_missing_extensions(given))
+        if broken := list(_check_each(given, call)):
+            return broken
+        settings = with_settings(GraphArguments(), given)
+        return list(extension_missing(Configuration(graph=settings, environment=absent)))
 
 
 _BACKEND = Takes(
@@ -119,12 +123,6 @@ def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
         yield from takes.check(name, value)
         if name == "layers":
             yield from read_tokens(map(str, several(value)))[1]
-
-
-def _missing_extensions(given: Mapping[str, Any]) -> Iterator[Violation]:
-    absent = Environment(without=extensions.not_installed())
-    settings = with_settings(GraphArguments(), given)
-    return extension_missing(Configuration(graph=settings, environment=absent))
 
 
 def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:

@@ -2,11 +2,6 @@
 
 And the order of passes: which replays wait for their backward, and whose outputs are in use.
 
-Note [Before anything runs eagerly]
-    All-gathers that the fast path defers until a launch are issued. If the unit's graphs contain
-    collectives, all ranks vote (``replay/mismatch_policy.py``). Otherwise one rank may run eagerly
-    alone, and may have to give its gradients in the order of a replay.
-
 Note [Turns]
     For a mismatch, ranks vote in each pass. For evaluation and deleted graphs, ranks vote only when
     a unit turns from replays to eager passes, and back. If one rank turns alone, its vote fails. A
@@ -402,13 +397,18 @@ class GuardedGraph:
         """What the graph returns for arguments of which :meth:`forbids` found nothing."""
         is_first, self._replayed = not self._replayed, True
         self.mismatches.counters.replayed += 1
-        outputs = self._replayed_with(args, kwargs)
+        # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
+        # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
+        is_replay, given = self.in_flight.has, self._unit.to_graph(args, kwargs)
+        own = partial(own_gradient, is_replay=is_replay, always=self._gives_copies)
+        inputs, named = map(own, given[0]), {name: own(one) for name, one in given[1].items()}
+        outputs = self.graph(*inputs, **named)
         if is_first:
             memory = self._guard.inputs.memory
             self._gives_copies = are_returned(memory, tree_flatten(outputs)[0])
             layer = self._unit.layer
-            own = [local(one) for one in (*layer.parameters(), *layer.buffers())]
-            plain = [one for one in own if type(one) in (torch.Tensor, nn.Parameter)]
+            held = [local(one) for one in (*layer.parameters(), *layer.buffers())]
+            plain = [one for one in held if type(one) in (torch.Tensor, nn.Parameter)]
             self._own = dict.fromkeys(one.untyped_storage().data_ptr() for one in plain)
         has_backward = self.in_flight.begin(
             self._index, self._unit, outputs, self._before_backward, len(args) + len(kwargs)
@@ -434,15 +434,6 @@ class GuardedGraph:
         is_kept = self.in_flight.is_kept(self._index)
         self._gives_copies = self._gives_copies or is_kept
         return is_kept
-
-    def _replayed_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
-        # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
-        is_replay = self.in_flight.has
-        args, kwargs = self._unit.to_graph(args, kwargs)
-        given = partial(own_gradient, is_replay=is_replay, always=self._gives_copies)
-        inputs, named = map(given, args), {name: given(value) for name, value in kwargs.items()}
-        return self.graph(*inputs, **named)
 
     def _as_captured(self, outputs: Any) -> Any:
         """``outputs`` that needed no gradient at capture need none.

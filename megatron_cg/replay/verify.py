@@ -126,12 +126,22 @@ class _Passes:
         with unit.in_forward():
             made, _ = tree_flatten(run(*inputs, **keywords))
         # Copies, which outlive the backward pass.
-        results = [*_copies(unit.layer, made), *_states()]
+        results = _copies(unit.layer, made)
         if self._needs is None:
             self._needs = [tensor is not None and tensor.requires_grad for tensor in made]
         if any(self._needs) and len(self._needs) == len(made):
-            _backward(unit, list(compress(made, self._needs)))
-            results += _gradients(unit.layer, inputs, keywords)
+            # A replay's outputs need no gradient if nothing outside of the graph gets one.
+            outputs = [one for one in compress(made, self._needs) if one.requires_grad]
+            # Synthetic gradients may reach what training masks.
+            with unit.in_backward(), torch.autograd.set_detect_anomaly(False):
+                if outputs:
+                    torch.autograd.backward(outputs, [*map(synthetic_gradient, outputs)])
+            given = ((f"input {index}", value) for index, value in enumerate(inputs))
+            results += [
+                (f"the gradient of {name}", value.grad)
+                for name, value in (*given, *keywords.items(), *unit.layer.named_parameters())
+                if isinstance(value, torch.Tensor) and value.requires_grad
+            ]
             # A module may keep what an eager pass gave it (megatron-core 0.19.2: the token
             # dispatcher), and through autograd these leaves.
             for leaf in filter(torch.is_tensor, tree_flatten((inputs, keywords))[0]):
@@ -142,31 +152,11 @@ class _Passes:
 def _copies(layer: nn.Module, made: Sequence[torch.Tensor | None]) -> _Named:
     found = [(f"output {index}", tensor) for index, tensor in enumerate(made)]
     found += [(f"buffer {name}", buffer) for name, buffer in layer.named_buffers()]
-    return [(n, None if tensor is None else tensor.detach().clone()) for n, tensor in found]
-
-
-def _states() -> _Named:
-    generators = {"host": [torch.default_generator], "device": device_generator()}
-    named = ((where, one) for where, found in generators.items() for one in found)
-    return [(f"state of the {where}'s random generator", one.get_state()) for where, one in named]
-
-
-def _backward(unit: Unit, needing: Sequence[torch.Tensor]) -> None:
-    # A replay's outputs need no gradient if nothing outside of the graph gets one.
-    outputs = [output for output in needing if output.requires_grad]
-    # Synthetic gradients may reach what training masks.
-    with unit.in_backward(), torch.autograd.set_detect_anomaly(False):
-        if outputs:
-            torch.autograd.backward(outputs, [synthetic_gradient(output) for output in outputs])
-
-
-def _gradients(layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Named:
-    positional = [(f"input {index}", value) for index, value in enumerate(args)]
-    return [
-        (f"the gradient of {name}", value.grad)
-        for name, value in (*positional, *kwargs.items(), *layer.named_parameters())
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+    copies = [(n, None if tensor is None else tensor.detach().clone()) for n, tensor in found]
+    for where, generators in (("host", [torch.default_generator]), ("device", device_generator())):
+        states = (one.get_state() for one in generators)
+        copies += [(f"state of the {where}'s random generator", state) for state in states]
+    return copies
 
 
 def _detached(value: Any, *, copies: bool) -> Any:

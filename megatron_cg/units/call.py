@@ -19,10 +19,9 @@ Note [Block masks]
     would be read where it was at capture, so it is refused by name.
 
 Note [Checkpointing around a unit]
-    Activation checkpointing around a unit calls it again in the backward pass. The form without
-    reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that the two passes
-    save by their number, through saved-tensor hooks. A replay saves none, so gradients would be
-    wrong without an error. Both passes are told here, and both run eagerly.
+    The form without reentrance (torch 2.11, ``torch/utils/checkpoint.py``) pairs the tensors that
+    the two passes save by their number. So replays would make gradients wrong without an error, and
+    both passes run eagerly.
 """
 
 from __future__ import annotations

@@ -71,6 +71,11 @@ RELIES_ON = (
     ),
 )
 _TABLE = "rotary_pos_emb"
+_NO_DECODER = (
+    "a model without a decoder",
+    "graphs hold layers of the decoder of a GPT or hybrid model, and others, such as BERT, have "
+    "none",
+)
 for _symbol in RELIES_ON:
     _symbol.find()
 
@@ -95,12 +100,17 @@ class FsdpHelper:
         with ExitStack() as undo:
             undo.callback(_capture_without_te())
             self.helper = made()
-            _require_layers(self.helper.flattened_callables)
+            if not self.helper.flattened_callables:
+                remedy = say("{type:--cuda-graph-impl none}, or use a loop with graph_units")
+                raise ConfigurationError([Violation("no-decoder", *_NO_DECODER, remedy)])
             sharding: Any = of_megatron(self.helper.model[0])
             self.fsdp: Any = sharding.wrapped
             self._scopes = LayerScopes(self.helper, read_tokens(self.given.cg_layers)[0])
             self._layers: list[Any] = self.helper.flattened_callables
-            _require_units(sharding, self._layers)
+            if sharding.megatron_fsdp is None:  # Version 2 may not gather a layer by itself.
+                units = {unit.name: unit.layer for unit in units_of(self._layers)}
+                if broken := list(sharding.refusals(units)):
+                    raise ConfigurationError(broken)
             require_forward_of_megatron(self._layers)
             self._inputs = ObservedInputs(self._layers)
             self._packs: Packs | None = None
@@ -264,22 +274,6 @@ def meet(call: str, backend: str, settings: GraphArguments, given: Mapping[str, 
         require_same(agreement, call, by_name | sizes)
         failed.pop_all()
     return agreement
-
-
-def _require_layers(found: Sequence[Any]) -> None:
-    if not found:
-        why = "graphs hold layers of the decoder of a GPT or hybrid model, and others, such as BERT"
-        remedy = say("{type:--cuda-graph-impl none}, or use a loop with graph_units")
-        what = "a model without a decoder"
-        raise ConfigurationError([Violation("no-decoder", what, f"{why}, have none", remedy)])
-
-
-def _require_units(sharding: Any, layers: Sequence[Any]) -> None:
-    """Raise ConfigurationError for layers that Megatron-FSDP v2 does not gather by themselves."""
-    if sharding.megatron_fsdp is None:
-        units = {unit.name: unit.layer for unit in units_of(layers)}
-        if broken := list(sharding.refusals(units)):
-            raise ConfigurationError(broken)
 
 
 def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str) -> None:

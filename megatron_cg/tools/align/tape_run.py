@@ -31,20 +31,6 @@ from megatron_cg.tools.record.record import Recorder
 from megatron_cg.upstream.patch import undone_after
 
 
-def record_steps(plan: TrainingPlan, trainer: Trainer, recorder: Recorder) -> None:
-    """Train the steps of ``plan``, and record their numbers and the counts of graphs."""
-    for number in range(plan.steps):
-        if plan.graphs and number == plan.warmup_steps:
-            policy = ReplayPolicy(verify_steps=VERIFY_STEPS)
-            trainer.capture(TapeBackend(), Agreement(), policy=policy)
-        start = time.perf_counter()
-        loss, norm = trainer.step()
-        losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
-        recorder.add_step(losses, norm, False, start)
-    if trainer.session is not None:
-        recorder.note("graphs", trainer.session.counters.as_dict())
-
-
 def train(plan: TrainingPlan, directory: Path) -> None:
     """Run ``plan`` in this process and write its record to ``directory/rank<N>.jsonl``.
 
@@ -59,7 +45,16 @@ def train(plan: TrainingPlan, directory: Path) -> None:
             recording(recorder),
             closing(Trainer(plan)) as trainer,
         ):
-            record_steps(plan, trainer, recorder)
+            for number in range(plan.steps):
+                if plan.graphs and number == plan.warmup_steps:
+                    policy = ReplayPolicy(verify_steps=VERIFY_STEPS)
+                    trainer.capture(TapeBackend(), Agreement(), policy=policy)
+                start = time.perf_counter()
+                loss, norm = trainer.step()
+                losses = {"lm loss": torch.tensor(loss, dtype=torch.float64)}
+                recorder.add_step(losses, norm, False, start)
+            if trainer.session is not None:
+                recorder.note("graphs", trainer.session.counters.as_dict())
             recorder.finish([trainer.model])
     except BaseException as error:
         recorder.fail(error)

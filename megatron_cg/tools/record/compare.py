@@ -151,8 +151,10 @@ def compare(eager: Run, graphed: Run) -> Comparison:
     """
     counts = graph_counts(graphed)
     for label, run in zip(_LABELS, (eager, graphed), strict=True):
-        if ranks := missing_ranks(run):
-            return Comparison(FAILED, f"{label} has {ranks}", graphs=counts)
+        size = next(iter(run.values()))["world_size"]
+        if absent := ", ".join([str(rank) for rank in range(size) if rank not in run][:6]):
+            found = f"{label} has records of {len(run)} of its {size} ranks, none of {absent}"
+            return Comparison(FAILED, found, graphs=counts)
     made, also_made = _setup(eager[0]), _setup(graphed[0])
     if unlike := _unequal(made, also_made):
         said = [f"{name} {made.get(name)} and {also_made.get(name)}" for name in unlike]
@@ -186,12 +188,6 @@ def _setup(rank: Rank) -> dict[str, Any]:
 def _unequal(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys([*values, *others])
     return [name for name in names if values.get(name) != others.get(name)]
-
-
-def missing_ranks(run: Run) -> str:
-    size = next(iter(run.values()))["world_size"]
-    absent = ", ".join([str(rank) for rank in range(size) if rank not in run][:6])
-    return f"records of {len(run)} of its {size} ranks, none of {absent}" if absent else ""
 
 
 def _values(eager: Run, graphed: Run) -> Iterator[Value]:
