@@ -11,16 +11,8 @@ from collections.abc import Iterator
 from packaging.version import InvalidVersion, Version
 
 from megatron_cg import extensions
+from megatron_cg.arguments import schema
 from megatron_cg.arguments.rule import Configuration, Facts, Rule
-from megatron_cg.arguments.schema import (
-    NATIVE,
-    TAPE,
-    TRANSFORMER_ENGINE,
-    Environment,
-    GraphArguments,
-    RunArguments,
-    flag_of,
-)
 from megatron_cg.errors import Violation
 from megatron_cg.upstream.te import INSTALL
 
@@ -36,7 +28,7 @@ def _flags_without_effect(given: Configuration) -> list[Facts]:
         value = getattr(given.graph, field.name)
         if value != field.default and field.name not in ANY_RUN:
             words = " ".join(value) if isinstance(value, tuple) else str(value)
-            flags.append(f"{flag_of(field.name)} {words}")
+            flags.append(f"{schema.flag_of(field.name)} {words}")
     fsdp = "with" if given.run.use_megatron_fsdp else "without"
     return [{"flags": " ".join(flags), "fsdp": fsdp}] if flags else []
 
@@ -44,7 +36,7 @@ def _flags_without_effect(given: Configuration) -> list[Facts]:
 def _without_their_extension(given: Configuration) -> list[Facts]:
     settings = (vars(given.run) if given.run.wants_graphs else {}) | vars(given.graph)
     return [
-        {"folder": folder, "setting": flag_of(field), "value": value}
+        {"folder": folder, "setting": schema.flag_of(field), "value": value}
         for folder in given.environment.without
         for field, values in extensions.EXTENSIONS[folder].items()
         if (value := settings.get(field)) is not None and (not values or value in values)
@@ -186,7 +178,7 @@ _OF_FSDP = (
     ),
     Rule(
         "native-backend-fp8",
-        lambda c: c.environment.backend == NATIVE and c.run.has_low_precision,
+        lambda c: c.environment.backend == schema.NATIVE and c.run.has_low_precision,
         "FP8 or FP4 with {flag:--cg-backend native}",
         "graphs of the native backend do not update the scales of quantized tensors",
         "{drop:--fp8-format --fp4-format}, or {type:--cg-backend te}",
@@ -380,7 +372,7 @@ def _with_expandable_segments(given: Configuration) -> list[Facts]:
     torch 2.11 also reads PYTORCH_ALLOC_CONF; Megatron's own check does not.
     """
     variables = given.environment.variables
-    if given.environment.backend == TAPE or variables.get("NCCL_GRAPH_REGISTER") == "0":
+    if given.environment.backend == schema.TAPE or variables.get("NCCL_GRAPH_REGISTER") == "0":
         return []
     return [
         {"name": name, "value": variables[name]}
@@ -391,7 +383,7 @@ def _with_expandable_segments(given: Configuration) -> list[Facts]:
 
 def _without_new_engine(given: Configuration) -> list[Facts]:
     """What is installed, if that is nothing or older than 2.19."""
-    if given.environment.backend != TRANSFORMER_ENGINE:
+    if given.environment.backend != schema.TRANSFORMER_ENGINE:
         return []
     version = given.environment.versions.get("transformer-engine")
     if version is None:
@@ -435,7 +427,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def violations(
-    run: RunArguments, graph: GraphArguments, environment: Environment
+    run: schema.RunArguments, graph: schema.GraphArguments, environment: schema.Environment
 ) -> tuple[Violation, ...]:
     """Every broken rule, in the order of :data:`RULES`; empty when the run can be graphed.
 
@@ -451,7 +443,7 @@ def violations(
     )
 
 
-def notices(run: RunArguments, environment: Environment) -> Iterator[str]:
+def notices(run: schema.RunArguments, environment: schema.Environment) -> Iterator[str]:
     if not run.wants_graphs:
         return
     yield from unseen_versions(environment)
@@ -462,7 +454,7 @@ def notices(run: RunArguments, environment: Environment) -> Iterator[str]:
         )
 
 
-def unseen_versions(environment: Environment) -> Iterator[str]:
+def unseen_versions(environment: schema.Environment) -> Iterator[str]:
     """A sentence for each installed version that this package was not measured with."""
     for name, seen in _SEEN.items():
         version = environment.versions.get(name)

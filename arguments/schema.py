@@ -1,9 +1,4 @@
-"""The configuration of a run as frozen values: the input of every rule.
-
-``GraphArguments`` holds the flags of this package. ``RunArguments`` holds the settings of Megatron
-that the rules read. ``Environment`` holds the installed versions and environment variables.
-``megatron.py`` fills the first two.
-"""
+"""The configuration of a run as frozen values: the input of every rule."""
 
 import argparse
 import os

@@ -1,11 +1,7 @@
 """The extensions: which folders are optional, and the few places where one plugs into the core.
 
 The core imports no extension. It asks here for what one brings, and works without it where the
-folder was deleted. No extension imports another; ``tools`` alone may import all. import-linter
-checks that, and ``tests/unit/packaging/test_extensions.py`` deletes each folder in turn.
-
-To add one: a folder with its settings in :data:`EXTENSIONS`, and a function here for each thing
-that the core asks it for.
+folder was deleted. To add one: CONTRIBUTING.md.
 """
 
 from __future__ import annotations

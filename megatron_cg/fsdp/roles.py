@@ -57,14 +57,16 @@ PLACES = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
 
 def fsdp_class(name: str, *attributes: str) -> tuple[Symbol, ...]:
     """A class of Megatron-FSDP that has these attributes, in each package that ships it."""
-    return _in_both(name, "a class of Megatron-FSDP", attributes=attributes)
+    return fsdp_function(name, "a class of Megatron-FSDP", attributes=attributes)
 
 
 def fsdp_function(
-    path: str, expected: str, *parameters: str, fingerprints: tuple[str, ...] = ()
+    path: str, expected: str, *parameters: str, **more: tuple[str, ...]
 ) -> tuple[Symbol, ...]:
     """A function of Megatron-FSDP, in each package that ships it; see :class:`Symbol`."""
-    return _in_both(path, expected, parameters=parameters, fingerprints=fingerprints)
+    is_there = path.startswith(("MegatronFSDP", "fp8_", "_replace_"))
+    at = f"{'megatron_fsdp' if is_there else 'param_and_grad_buffer'}:{path}"
+    return tuple(Symbol(f"{one}.{at}", expected, parameters, **more) for one in PLACES)
 
 
 def fsdp_v2(
@@ -80,12 +82,6 @@ def unsharded_parameters(group: Any) -> list[nn.Parameter]:
     if hasattr(group, "unsharded_parameters"):
         return [*group.unsharded_parameters]
     return [parameter.unsharded for parameter in group.fsdp_parameters]  # megatron-core 0.20
-
-
-def _in_both(path: str, expected: str, **more: tuple[str, ...]) -> tuple[Symbol, ...]:
-    is_there = path.startswith(("MegatronFSDP", "fp8_", "_replace_"))
-    module = "megatron_fsdp" if is_there else "param_and_grad_buffer"
-    return tuple(Symbol(f"{package}.{module}:{path}", expected, **more) for package in PLACES)
 
 
 _PACKAGES = {"megatron.core.distributed.fsdp": "megatron-core", "megatron_fsdp": "megatron-fsdp"}

@@ -1,7 +1,5 @@
 """torch's FSDP2 (``fully_shard``) as a way of sharding, and memory for it that stays in place.
 
-FSDP2 gathers a unit into memory of the allocator's, and frees it when it reshards the unit.
-
 Note [One buffer for many units]
     While graphs exist, units with equal parameters share one buffer that is never freed. This is
     safe because FSDP2 fills it late: a prefetch gathers into a collective's own memory, and

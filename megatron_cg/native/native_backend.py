@@ -21,11 +21,6 @@ Note [Tensors without an owner]
     keep the allocator from giving it to passes that are captured later. The pool itself lives as
     long as its graphs, so the memory stays mapped. Inductor's CUDA graphs do the same
     (``torch/_inductor/cudagraph_trees.py``).
-
-Note [Registered generators]
-    A graph is given, at each replay, the seed and offset of every generator that is registered with
-    it. Torch registers the device's own generator (``CUDAGraph.capture_begin``). A draw from
-    another one that is not registered is an error; see ``capture/guarded_capture.py``.
 """
 
 import gc
@@ -165,7 +160,7 @@ class CudaRecorder(driver.Recorder):
     def recording(self, module: nn.Module, label: str) -> Iterator[CudaRecording]:
         made = CudaRecording(self)
         self._open.append(made)
-        for generator in self._generators:
+        for generator in self._generators:  # Torch registers the device's own.
             made.graph.register_generator_state(generator)
         with self._captured(made.graph):
             yield made

@@ -1,4 +1,1 @@
-"""CUDA graphs for units of any ``torch.nn.Module`` under the standalone megatron_fsdp package.
-
-A training loop needs only ``graph_units`` of ``graphs.py``. Nothing of megatron-core is imported.
-"""
+"""``graph_units``: CUDA graphs of any modules; nothing of megatron-core is imported."""

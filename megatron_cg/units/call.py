@@ -169,7 +169,10 @@ def _globals_of(code: CodeType) -> tuple[str, ...]:
 
 
 def separate(module: nn.Module) -> Undo:
-    """Give ``module`` views of its arguments; see Note [Separate inputs] in ``sums.py``."""
+    """Give ``module`` views of its arguments, for ``separate_inputs`` of ``graph_units``.
+
+    A view passes on one gradient, as a replay does, at the same place in autograd's order of nodes.
+    """
     run = forward_of(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

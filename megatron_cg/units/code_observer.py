@@ -4,10 +4,6 @@ The passes of the warmup run under a dispatch mode, :class:`Operations`, and a p
 (``python_state.py``). Each thing that they read, write or leave has a row in the guard
 (``replay/guard.py``), or the capture ends with its name. Kernels of Transformer Engine and of
 compiled code are called past the mode: what they read is known from modules and arguments only.
-
-Note [Which warmup pass counts]
-    Code may behave differently in its first pass, such as when it fills a cache. So the last pass
-    before the capture shows what replays would miss.
 """
 
 import gc
@@ -185,7 +181,7 @@ class CodeObserver:
 
     @contextmanager
     def observed(self, *, forward: bool) -> Iterator[None]:
-        """Observe one pass, instead of the last; see Note [Which warmup pass counts]."""
+        """Observe one pass, instead of the last: code may behave differently in its first pass."""
         state, is_first = self.state, not self.state.names
         if is_first:
             parameters = {key_of(parameter) for parameter in self._unit.layer.parameters()}

@@ -1,4 +1,4 @@
-"""The graphs of one model under the standalone Megatron-FSDP, over the steps of a training loop."""
+"""The graphs of one model, over the steps of a training loop."""
 
 from __future__ import annotations
 

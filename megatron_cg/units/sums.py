@@ -22,11 +22,6 @@ Note [Results that are views]
     has no other use, and if the view is all of it or it is contiguous, as a gradient of zeros is
     made. A view of an argument or of another result shares memory with it, and no result of a
     replay does. So who writes into any of them is told.
-
-Note [Separate inputs]
-    With ``separate_inputs=True`` each call takes its arguments through views, eager passes too. A
-    view sums the uses inside and passes on one gradient, as a replay does, at the same place in the
-    order of autograd's nodes. So numbers are those of eager training with these views.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Installed versions, and the only place that looks up symbols of other packages.
 
-A module that relies on another package declares each symbol as a :class:`Symbol`, gets the object
-from that :class:`Symbol`, and lists all of them in a tuple ``RELIES_ON``. ``megatron-cg doctor``
-finds the modules that have this tuple and looks up each symbol, so it checks exactly what is used.
+A module that relies on another package gets each object from a :class:`Symbol`, and lists all of
+them in a tuple ``RELIES_ON``, in which ``megatron-cg doctor`` looks.
 
 Note [Fingerprints]
     The fingerprint of a function ignores its formatting. It stays the same if comments, docstrings,

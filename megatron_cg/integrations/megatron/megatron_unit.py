@@ -15,10 +15,6 @@ Note [Shapes that a region notes]
     attributes, and reads them behind it (megatron-core 0.19.2, ``hidden_shape_before_permute``). A
     replay notes nothing, so they are set before each: a pass of another shape may lie between.
 
-Note [State outside of the layer]
-    A router adds its losses to ``get_moe_metrics_tracker().metrics[name].values`` in the forward
-    pass, so a graph that contains a router writes to that tensor.
-
 Note [Buffers that Megatron makes larger]
     Attention and sequence parallelism take memory from Megatron's global buffers. A pass with a
     larger batch, as in evaluation, puts a larger buffer there, and graphs still use the old one.
@@ -318,7 +314,7 @@ class MegatronUnit(Unit):
         yield Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)
         scaler = _SCALER.find()  # Of others, such as MTP's, each step sets the scale anew.
         yield Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}")
-        for name, entry in tracker.metrics.items():
+        for name, entry in tracker.metrics.items():  # A graph with a router writes to its tensor.
             yield Entry(vars(entry), "values", "metrics", f"the tensor of the MoE metric {name}")
             yield Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}")
 

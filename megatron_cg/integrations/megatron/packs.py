@@ -11,10 +11,6 @@ Note [Where a pack is prepared]
     as the longest sample, and a graph takes tables of one length. So eager layers of such a pass
     get that bound too. Their boundaries stay as they are: prediction of several tokens reads them
     on the host, one sample after another.
-
-Note [Packs that do not fit]
-    Their pass runs eagerly. If graphs hold collectives, ranks vote once for each pass of the model,
-    and a pack that does not fit on one rank lets all ranks run theirs eagerly.
 """
 
 import copy
@@ -190,6 +186,7 @@ class Packs:
         if (given is not None or self._votes) and not mismatches.conditions.repeats:
             found = self._boundaries_of(given)
             self._unfit = found if isinstance(found, Mismatch) else None
+            # If it does not fit on one rank, all run theirs eagerly.
             if self._votes and mismatches.on_any_rank("a pack", self._unfit is not None, TIMEOUT):
                 self._unfit = self._unfit or _mismatch(
                     "one that fits", "one that does not, on another rank", _REMEDY
