@@ -20,10 +20,6 @@ Note [One address a bucket]
     (megatron-fsdp 0.6.1, ``DataParallelBuffer.fetch_bucket`` with ``set_param_data``). So one
     parameter per bucket is checked; with ``optim`` and ``optim_grads``, where FSDP does not do so,
     every parameter.
-
-Note [Twice a pass]
-    A layer's parameters are unsharded once for its forward pass and again for its backward pass,
-    and their addresses can change each time. Capture records both, right after FSDP's own hooks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -257,8 +253,9 @@ class Watched:
 class Addresses:
     """The tensors of one unit, and their addresses in capture's forward and backward passes.
 
-    In the forward pass also their layout and dtype (``w.data = w.data.t()``): a graph reads memory
-    in those of capture. Of quantized tensors none has a meaning.
+    A sharding gathers a layer for each of the two anew, maybe elsewhere. In the forward pass also
+    the layout and dtype count (``w.data = w.data.t()``): a graph reads memory in those of capture.
+    Of quantized tensors none has a meaning.
     """
 
     def __init__(self, watched: Iterable[Watched] = ()) -> None:

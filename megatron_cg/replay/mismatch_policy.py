@@ -1,10 +1,5 @@
 """Handles a replay that a guard forbids: counts it, reports it once, does what the user asked for.
 
-Note [A graph with collectives]
-    One rank must not run a collective eagerly while others replay it. So all ranks vote before any
-    of them falls back to eager. If a guard found a mismatch on one rank alone, its vote times out
-    and the rank ends with the reason. A verification that fails on one rank fails on all.
-
 Note [One unit at a time]
     Without an interval one unit at a time is due, and its next replay is verified. Turns go by the
     count of steps alone, so all ranks verify the same units. A verification takes as long as three

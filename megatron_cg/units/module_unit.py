@@ -1,10 +1,7 @@
 """A plain module as a unit: a replay runs instead of its whole forward.
 
-A graph returns tensors and nothing else. A unit may return them in containers, beside constants.
-
-Note [The same tensor]
-    A unit may return its own argument, or one tensor twice. Each replay then gives one tensor too,
-    of an argument the caller's own.
+A graph returns tensors and nothing else. A unit may return them in containers, beside constants,
+one tensor twice, or its own argument: each replay then gives the caller's own.
 """
 
 from __future__ import annotations
