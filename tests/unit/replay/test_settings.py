@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -12,16 +14,19 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import relu
 
 from megatron_cg.errors import HookError
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
+from tests.unit.counted import expect
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import evaluate, helper_of, layers_of, microbatch_of, trainer_of
 
 DENSE: dict[str, Any] = {"layers": 2, "graph_modules": ("attn", "mlp"), "bf16": False}
 MOE: dict[str, Any] = {"layers": 2, "experts": 4, "graph_modules": ("attn", "moe_router")}
 LISTED = {"options": {"moe_layer_freq": [1, 1]}}
+ATTENTION, SCALE = "self_attention.core_attention", "main_loss_backward_scale"
 STEPS, CAPTURED, CHANGED = 7, 2, 4
 
 
@@ -33,20 +38,10 @@ def halved(old: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def scale(layer: Any) -> None:
-    layer.self_attention.core_attention.softmax_scale = 0.1
-
-
-def dropout(layer: Any) -> None:
-    layer.self_attention.core_attention.attention_dropout.p = 0.5
-
-
-def function_of_module(layer: Any) -> None:
-    layer.mlp.activation_func = torch.nn.functional.relu
-
-
-def config(layer: Any) -> None:
-    layer.config.activation_func = torch.nn.functional.relu
+def to(place: str, value: Any) -> Callable[[Any], object]:
+    """Sets this attribute of a layer."""
+    of, _, name = place.rpartition(".")
+    return lambda layer: setattr(attrgetter(of)(layer), name, value)
 
 
 def method(layer: Any) -> None:
@@ -55,42 +50,30 @@ def method(layer: Any) -> None:
     layer._forward_mlp = lambda *args, _own=layer._forward_mlp, **kwargs: _own(*args, **kwargs) * 2
 
 
-def coefficient(layer: Any) -> None:
-    layer.config.moe_aux_loss_coeff = 1.0
-
-
-def list_in_place(layer: Any) -> None:
-    layer.config.moe_layer_freq[:] = [1, 1, 1]
-
-
-def hook(layer: Any) -> None:
-    layer.mlp.register_forward_pre_hook(lambda _module, args: (args[0] * 1.0,))
-
-
-def bias_rate(layer: Any) -> None:
-    layer.config.moe_router_bias_update_rate = 0.1
-
-
-def loss_scale(_layer: Any) -> None:
-    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.full((1,), 3.0)
-
-
-def compiled(layer: Any) -> None:
-    layer.mlp.compile(backend="eager")
-
-
-CASES: dict[str, tuple[dict[str, Any], Callable[[Any], None], int]] = {
-    "scale": (DENSE, scale, STEPS - CHANGED),
-    "dropout": (DENSE | {"dropout": 0.1}, dropout, STEPS - CHANGED),
-    "function": (DENSE, function_of_module, STEPS - CHANGED),
-    "config": (DENSE, config, STEPS - CHANGED),
+CASES: dict[str, tuple[dict[str, Any], Callable[[Any], object], int]] = {
+    "scale": (DENSE, to(f"{ATTENTION}.softmax_scale", 0.1), STEPS - CHANGED),
+    "dropout": (
+        *(DENSE | {"dropout": 0.1}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
+        STEPS - CHANGED,
+    ),
+    "function": (DENSE, to("mlp.activation_func", relu), STEPS - CHANGED),
+    "config": (DENSE, to("config.activation_func", relu), STEPS - CHANGED),
     "method": (DENSE, method, STEPS - CHANGED),
-    "coefficient": (MOE, coefficient, STEPS - CHANGED),
-    "list in place": (MOE | LISTED, list_in_place, STEPS - CHANGED),
-    "hook": (MOE, hook, STEPS - CHANGED),
-    "loss scale": (MOE, loss_scale, STEPS - CHANGED),
-    "compiled": (DENSE, compiled, STEPS - CHANGED),
-    "bias rate": (MOE, bias_rate, 0),
+    "coefficient": (MOE, to("config.moe_aux_loss_coeff", 1.0), STEPS - CHANGED),
+    "list in place": (
+        *(MOE | LISTED, lambda layer: layer.config.moe_layer_freq.append(1)),
+        STEPS - CHANGED,
+    ),
+    "hook": (
+        *(MOE, lambda layer: layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] * 1.0,))),
+        STEPS - CHANGED,
+    ),
+    "loss scale": (
+        *(MOE, lambda _: setattr(MoEAuxLossAutoScaler, SCALE, torch.full((1,), 3.0))),
+        STEPS - CHANGED,
+    ),
+    "compiled": (DENSE, lambda layer: layer.mlp.compile(backend="eager"), STEPS - CHANGED),
+    "bias rate": (MOE, to("config.moe_router_bias_update_rate", 0.1), 0),
     "nothing": (DENSE, lambda _layer: None, 0),
 }
 """The model, what is changed on each layer before a step, and the steps that are not replayed."""
@@ -155,24 +138,31 @@ def test_what_is_changed_for_one_pass_counts_in_that_pass() -> None:
     assert eager == graphed
 
 
-def of_class() -> list[list[Any]]:
+def compared(
+    act: Callable[[Any], list[Any]], shape: dict[str, Any], **counts: int
+) -> list[list[Any]]:
+    """Numbers of an eager run and of one with graphs, whose counters are these in the end."""
     found = []
     for graphs in (False, True):
-        with trainer_of(CpuModelConfig(**DENSE), graphs=graphs) as trainer:
+        with trainer_of(CpuModelConfig(**shape), graphs=graphs) as trainer:
             numbers = [trainer.step()]
             if graphs:
                 trainer.capture(TapeBackend())
-            numbers.append(trainer.step())
-            with patch.object(MLP, "forward", halved(MLP.forward)):
-                numbers.append(trainer.step())
-            numbers.append(trainer.step())
-            found.append(numbers)
-            assert not graphs or trainer.session.counters.replayed == 2 * 2
+            found.append([*numbers, *act(trainer)])
+            if graphs:
+                expect(trainer.session.counters, **counts)
     return found
 
 
+def of_class(trainer: Any) -> list[Any]:
+    numbers = [trainer.step()]
+    with patch.object(MLP, "forward", halved(MLP.forward)):
+        numbers.append(trainer.step())
+    return [*numbers, trainer.step()]
+
+
 def test_a_method_of_a_class_counts_while_it_is_replaced() -> None:
-    ((eager, graphed),) = on_ranks(of_class, 1)
+    ((eager, graphed),) = on_ranks(partial(compared, of_class, DENSE, replayed=2 * 2), 1)
     assert eager == graphed and eager[1] != eager[2]
 
 
@@ -180,50 +170,34 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor
 
 
-def with_saved() -> list[Any]:
-    found: list[Any] = []
-    for graphs in (False, True):
-        with trainer_of(CpuModelConfig(**DENSE), graphs=graphs) as trainer:
-            numbers = [trainer.step()]
-            if graphs:
-                trainer.capture(TapeBackend())
-            for is_rounded in (False, True, False):
-                hooks = saved_tensors_hooks(rounded, lambda saved: saved)
-                with hooks if is_rounded else nullcontext():
-                    numbers.append(trainer.step())
-            with torch.autograd.graph.save_on_cpu():
-                numbers.append(trainer.step())
-            found.append(numbers)
-            assert not graphs or trainer.session.counters.mismatched == 2
-    return found
+def with_saved(trainer: Any) -> list[Any]:
+    numbers = []
+    for is_rounded in (False, True, False):
+        hooks = saved_tensors_hooks(rounded, lambda saved: saved)
+        with hooks if is_rounded else nullcontext():
+            numbers.append(trainer.step())
+    with torch.autograd.graph.save_on_cpu():
+        return [*numbers, trainer.step()]
 
 
 def test_hooks_that_change_saved_tensors_keep_a_graph_from_replaying() -> None:
-    ((eager, graphed),) = on_ranks(with_saved, 1)
+    ((eager, graphed),) = on_ranks(partial(compared, with_saved, DENSE, mismatched=2), 1)
     assert eager == graphed
 
 
-def after_an_error() -> list[Any]:
-    found: list[Any] = []
-    for graphs in (False, True):
-        with trainer_of(CpuModelConfig(**MOE), graphs=graphs) as trainer:
-            trainer.step()
-            if graphs:
-                trainer.capture(TapeBackend())
+def after_an_error(trainer: Any) -> list[Any]:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no more")
 
-            def fail(*_: Any) -> None:
-                raise MemoryError("no more")
-
-            raising = layers_of(trainer)[1].mlp.experts.register_forward_pre_hook(fail)
-            with pytest.raises(MemoryError):
-                trainer.step()
-            raising.remove()
-            found.append([evaluate(trainer), trainer.step()])
-    return found
+    raising = layers_of(trainer)[1].mlp.experts.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        trainer.step()
+    raising.remove()
+    return [evaluate(trainer), trainer.step()]
 
 
 def test_an_error_behind_a_router_leaves_nothing_for_the_next_pass() -> None:
-    ((eager, graphed),) = on_ranks(after_an_error, 1)
+    ((eager, graphed),) = on_ranks(partial(compared, after_an_error, MOE), 1)
     assert eager == graphed
 
 

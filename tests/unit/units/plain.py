@@ -28,8 +28,8 @@ class Unit(nn.Module):
         return out
 
 
-def units(kind: Callable[[], nn.Module] = Unit) -> nn.ModuleList:
-    return nn.ModuleList(kind() for _ in range(UNITS))
+def units(kind: Callable[[], nn.Module] = Unit, number: int = UNITS) -> nn.ModuleList:
+    return nn.ModuleList(kind() for _ in range(number))
 
 
 def in_turn(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:

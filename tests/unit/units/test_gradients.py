@@ -13,17 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
 from tests.unit.units import plain
-from tests.unit.units.plain import (
-    REPLAYED,
-    WARMUP,
-    Training,
-    Unit,
-    assert_as_eager,
-    backward,
-    in_turn,
-    train,
-    units,
-)
+from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, in_turn, train, units
 
 
 class Filling(Unit):
@@ -115,10 +105,7 @@ class Pair(Unit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Linear(plain.WIDTH, plain.WIDTH),
-            nn.Linear(plain.WIDTH, plain.WIDTH),
-        )
+        self.first, self.second = (nn.Linear(plain.WIDTH, plain.WIDTH) for _ in range(2))
 
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, other: torch.Tensor
@@ -171,17 +158,13 @@ class Skip(Unit):
 ALL_REPLAYED = {"replayed": plain.STEPS - plain.WARMUP, "mismatched": 0}
 
 
-def _skips() -> nn.Module:
-    return nn.ModuleList([Skip()])
-
-
 def test_a_replay_whose_loss_is_dropped_waits_for_no_backward_pass() -> None:
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         hidden, x = run.model[0](x)
         loss: torch.Tensor = x.square().mean() + hidden.sin().mean()
         return loss if run.step == plain.WARMUP else backward(loss)
 
-    assert_as_eager(ALL_REPLAYED, _skips, microbatch)
+    assert_as_eager(ALL_REPLAYED, partial(units, Skip, 1), microbatch)
 
 
 class Added(torch.autograd.Function):
@@ -205,7 +188,7 @@ def test_a_pass_that_ends_before_such_a_result_counts_for_no_layout() -> None:
         torch.autograd.grad(loss, other, retain_graph=True)
         return backward(loss)
 
-    assert_as_eager(ALL_REPLAYED, _skips, microbatch)
+    assert_as_eager(ALL_REPLAYED, partial(units, Skip, 1), microbatch)
 
 
 class Keeping(torch.autograd.Function):
@@ -233,7 +216,7 @@ def test_nothing_of_a_pass_is_kept_behind_its_step() -> None:
     def no_more(_: Training) -> None:
         assert all(one() is None for one in Keeping.kept)
 
-    assert_as_eager(ALL_REPLAYED, _skips, microbatch, 1, no_more)
+    assert_as_eager(ALL_REPLAYED, partial(units, Skip, 1), microbatch, 1, no_more)
 
 
 class Through(Unit):
@@ -256,7 +239,7 @@ def test_an_argument_that_is_returned_is_that_of_the_caller() -> None:
         return sum_of
 
     counts = {"captured": 1, "replayed": plain.STEPS - plain.WARMUP}
-    assert_as_eager(counts, lambda: nn.ModuleList([Through()]), microbatch, on_failure="eager")
+    assert_as_eager(counts, partial(units, Through, 1), microbatch, on_failure="eager")
 
 
 def test_under_torch_func_a_unit_runs_eagerly() -> None:
@@ -269,7 +252,7 @@ def test_under_torch_func_a_unit_runs_eagerly() -> None:
         return backward(loss_of(x)) + torch.stack(along).sum()
 
     counts = {"captured": 1, "replayed": plain.STEPS - plain.WARMUP}
-    assert_as_eager(counts, lambda: nn.ModuleList([Unit()]), microbatch, on_failure="eager")
+    assert_as_eager(counts, partial(units, Unit, 1), microbatch, on_failure="eager")
 
 
 class Network(nn.Module):
@@ -316,9 +299,7 @@ def test_a_gradient_of_an_input_that_is_kept_is_not_overwritten(keep: Any) -> No
         keep(run, hidden, loss)
         return torch.as_tensor(loss.detach() + before[0].abs().sum() + run.kept[0].sum())
 
-    def make() -> nn.ModuleList:
-        return nn.ModuleList([Unit()])
-
+    make = partial(units, Unit, 1)
     replayed = (plain.STEPS - plain.WARMUP) * 2 - 1
     assert_as_eager({"replayed": replayed, "eager": 1, "mismatched": 1}, make, microbatch, 2)
 
@@ -345,7 +326,7 @@ def test_an_input_that_comes_back_is_read_before_it_is_overwritten() -> None:
         return backward(torch.as_tensor(y).square().mean())
 
     counts = {"replayed": (plain.STEPS - plain.WARMUP) * 3, "mismatched": 0}
-    assert_as_eager(counts, lambda: nn.ModuleList([Shifted()]), microbatch, 3)
+    assert_as_eager(counts, partial(units, Shifted, 1), microbatch, 3)
 
 
 LONG, WIDE = 99, 40
@@ -392,13 +373,13 @@ LOSSES: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_sums_over_gradients_have_the_bits_of_eager_training(name: str) -> None:
-    train_strided(lambda _: LOSSES[name], {"replayed": REPLAYED})
+    train_strided(lambda _: LOSSES[name], {"replayed": plain.REPLAYED})
 
 
 def test_a_gradient_with_other_strides_than_at_capture_ends_the_run() -> None:
     names = ("as the result", "one number")
     with pytest.raises(ReplayMismatchError, match=r"gradient of result 0 was strides \(40, 1\)"):
-        train_strided(lambda step: LOSSES[names[step > WARMUP]], {})
+        train_strided(lambda step: LOSSES[names[step > plain.WARMUP]], {})
 
 
 def test_gradients_with_various_strides_are_refused() -> None:
@@ -436,7 +417,7 @@ def test_one_picture_keeps_the_layout_of_eager_training(name: str) -> None:
     def microbatch(run: Training, _x: torch.Tensor) -> torch.Tensor:
         return backward(PICTURES[name](run.model, run.model(torch.randn(1, 3, 13, 13))))
 
-    assert_as_eager({"replayed": REPLAYED}, Pictures, microbatch, units="units.*")
+    assert_as_eager({"replayed": plain.REPLAYED}, Pictures, microbatch, units="units.*")
 
 
 class Residual(nn.Linear):
@@ -451,4 +432,6 @@ def test_strides_of_size_1_that_graphs_leave_otherwise_end_no_run() -> None:
         y = nn.functional.adaptive_avg_pool2d(in_turn(run.model, torch.randn(2, 8, 1, 1)), 1)
         return backward(nn.functional.layer_norm(y.permute(0, 2, 3, 1), (8,)).pow(3).mean())
 
-    assert_as_eager({"replayed": REPLAYED}, partial(units, partial(Residual, 8, 8)), microbatch)
+    assert_as_eager(
+        {"replayed": plain.REPLAYED}, partial(units, partial(Residual, 8, 8)), microbatch
+    )

@@ -30,18 +30,19 @@ from megatron_cg.replay.plain import contents as contents_of
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.units.held import leaves_held
 from megatron_cg.units.python_state import PythonState
-from tests.unit.units.plain import (
-    REPLAYED,
-    STEPS,
-    UNITS,
-    WIDTH,
-    Training,
-    Unit,
-    assert_as_eager,
-    refused,
-    train,
-    units,
-)
+from tests.unit.units import plain
+from tests.unit.units.plain import Training, Unit, assert_as_eager, refused, train, units
+
+
+@contextmanager
+def observed(value: Any) -> Iterator[PythonState]:
+    """What is found in a pass of a module that holds this value."""
+    module = Holder()
+    module.state = value
+    state = PythonState({"": module})
+    state.begin()
+    yield state
+    state.end()
 
 
 class Plain:
@@ -147,11 +148,8 @@ def test_random_states_that_passes_draw_from_are_found_and_restored(name: str) -
         "partial": (partial(Random(1).uniform, 0, 1), lambda one: one()),
     }
     generator, draw = made[name]
-    module = Holder()
-    module.state = [{"dice": generator}]
-    state = PythonState({"": module})
-    state.begin()
-    state.end()
+    with observed([{"dice": generator}]) as state:
+        pass
     assert not [*state.changes()]
     first = draw(generator)
     assert [change.startswith("the random state of ") for change in state.changes()] == [True]
@@ -178,51 +176,36 @@ class Makes(dict[str, Callable[[], Any]]):
 
 
 def test_a_dictionary_that_makes_what_it_returns_is_the_same_and_stays_so() -> None:
-    module = Holder()
-    module.state = made = Makes(a=Plain)
-    state = PythonState({"": module})
-    state.begin()
-    state.end()
+    with observed(made := Makes(a=Plain)) as state:
+        pass
     assert not [*state.changes()] and contents_of(made) == contents_of(made)
     state.restorer()()
     assert made.get("a") is Plain
 
 
 def test_the_order_of_a_dictionary_and_the_items_of_an_own_one_are_found_and_restored() -> None:
-    module = Holder()
-    module.state = [ordered := {"a": 1, "b": 2}, own := Own(a=1)]
-    state = PythonState({"": module})
-    state.begin()
-    ordered["a"] = ordered.pop("a")
-    own["a"] = 2
-    state.end()
-    found = [*state.changes()]
-    assert found == ["the order of state[0]", "state[1]['a']"]
+    with observed([ordered := {"a": 1, "b": 2}, own := Own(a=1)]) as state:
+        ordered["a"] = ordered.pop("a")
+        own["a"] = 2
+    assert [*state.changes()] == ["the order of state[0]", "state[1]['a']"]
     state.restorer()()
     assert [*ordered] == ["a", "b"] and own == {"a": 1}
 
 
 def test_what_cannot_be_restored_is_named_and_the_rest_is_restored() -> None:
-    module = Holder()
-    module.state = [context := ContextVar[int]("context"), kept := [1]]
+    context, kept = ContextVar[int]("context"), [1]
     context.set(1)
-    state = PythonState({"": module})
-    state.begin()
-    context.set(2)
-    kept.append(2)
-    state.end()
+    with observed([context, kept]) as state:
+        context.set(2)
+        kept.append(2)
     with pytest.raises(NotRestoredError, match=r"state\[0\]: TypeError"):
         state.restorer()()
     assert kept == [1]
 
 
 def test_a_graph_draws_from_a_generator_that_is_an_attribute() -> None:
-    module = Holder()
-    module.state = torch.Generator()
-    state = PythonState({"": module})
-    state.begin()
-    torch.rand(1, generator=module.state)
-    state.end()
+    with observed(generator := torch.Generator()) as state:
+        torch.rand(1, generator=generator)
     assert not [*state.changes()]
 
 
@@ -250,7 +233,7 @@ class Keeps(Unit):
         self.put(0.5)
 
     def put(self, value: float) -> None:
-        self.kept = self.make(torch.full((WIDTH,), value))
+        self.kept = self.make(torch.full((plain.WIDTH,), value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = super().forward(x) * self.read(self.kept)
@@ -272,11 +255,15 @@ HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_tensor_that_code_reads_is_guarded_wherever_it_lies(name: str) -> None:
     def replace(run: Training) -> None:
-        if run.step == STEPS - 1:
+        if run.step == plain.STEPS - 1:
             for unit in run.model:
                 unit.put(0.25)
 
-    counts = {"replayed": REPLAYED - UNITS, "eager": UNITS, "mismatched": UNITS}
+    counts = {
+        "replayed": plain.REPLAYED - plain.UNITS,
+        "eager": plain.UNITS,
+        "mismatched": plain.UNITS,
+    }
     assert_as_eager(counts, partial(units, partial(Keeps, *HOLDERS[name])), train, 1, replace)
 
 
@@ -302,33 +289,31 @@ class Held:
 class Turns(Unit):
     """Reads an iterator that is in containers, or in what torch's trees open."""
 
-    kept: Callable[[Any], Any] = staticmethod(lambda turns: UserDict(a=deque([turns])))
-    way: Callable[[Any], Any] = staticmethod(lambda kept: kept["a"][0])
-
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.turns = self.kept(repeat(0.5))
+        self.turns, self.read = keep(repeat(0.5)), read
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turn: float = next(self.way(self.turns))
+        turn: float = next(self.read(self.turns))
         return super().forward(x) * turn
 
 
-class DeepTurns(Turns):
-    kept = staticmethod(lambda turns: reduce(lambda inner, _: [inner], range(9), turns))
-    way = staticmethod(lambda kept: reduce(lambda outer, _: outer[0], range(9), kept))
+TURNS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict and deque": (lambda turns: UserDict(a=deque([turns])), lambda kept: kept["a"][0]),
+    "deep": (
+        lambda turns: reduce(lambda inner, _: [inner], range(9), turns),
+        lambda kept: reduce(lambda outer, _: outer[0], range(9), kept),
+    ),
+    "tree": (Held, lambda kept: pytree.tree_leaves(kept)[0]),
+}
 
 
-class TurnsOfTree(Turns):
-    kept = staticmethod(Held)
-    way = staticmethod(lambda kept: pytree.tree_leaves(kept)[0])
-
-
-@pytest.mark.parametrize("unit", [Turns, DeepTurns, TurnsOfTree])
-def test_an_iterator_in_containers_is_refused(unit: type[Turns]) -> None:
+@pytest.mark.parametrize("name", TURNS)
+def test_an_iterator_in_containers_is_refused(name: str) -> None:
     if Held not in pytree.SUPPORTED_NODES:
         pytree.register_dataclass(Held)
-    refused(CaptureError, "reads attribute turns, an iterator", lambda: units(unit))
+    make = partial(units, partial(Turns, *TURNS[name]))
+    refused(CaptureError, "reads attribute turns, an iterator", make)
 
 
 class Does(Unit):
@@ -398,11 +383,15 @@ class Inlined(Does):
 @pytest.mark.parametrize("kind", [Does, Inlined])
 def test_attributes_that_code_reads_without_a_name_or_a_call_have_rows(kind: type[Does]) -> None:
     def change(run: Training) -> None:
-        if run.step == STEPS - 1:
+        if run.step == plain.STEPS - 1:
             for unit in run.model:
                 unit.kept.height = 0.5
 
-    counts = {"replayed": REPLAYED - UNITS, "eager": UNITS, "mismatched": UNITS}
+    counts = {
+        "replayed": plain.REPLAYED - plain.UNITS,
+        "eager": plain.UNITS,
+        "mismatched": plain.UNITS,
+    }
     made = partial(units, lambda: kind(by_place, Placed()))
     assert_as_eager(counts, made, train, 1, change)
 
@@ -444,9 +433,9 @@ def test_an_inherited_call_that_capture_makes_own_is_no_change_and_another_one_i
         def call(unit: Called, x: torch.Tensor) -> Any:
             return nn.Module.__call__(unit, x)
 
-        if replaces and run.step == STEPS - 1:
+        if replaces and run.step == plain.STEPS - 1:
             monkeypatch.setattr(Called, "__call__", call)
 
-    changed = UNITS * replaces
-    counts = {"replayed": REPLAYED - changed, "mismatched": changed}
+    changed = plain.UNITS * replaces
+    counts = {"replayed": plain.REPLAYED - changed, "mismatched": changed}
     assert_as_eager(counts, partial(units, Called), train, 1, change, backend=OwnCallTape())

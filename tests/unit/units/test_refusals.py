@@ -49,10 +49,8 @@ class InChannels(Unit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.scale = (
-            nn.Conv2d(plain.WIDTH, plain.WIDTH, 1),
-            nn.Parameter(torch.rand(plain.WIDTH)),
-        )
+        self.inner = nn.Conv2d(plain.WIDTH, plain.WIDTH, 1)
+        self.scale = nn.Parameter(torch.rand(plain.WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.inner(x.tanh()).mul(self.scale.reshape(1, -1, 1, 1))
@@ -121,11 +119,6 @@ def test_units_may_run_under_different_autocast() -> None:
     assert_as_eager({"replayed": plain.REPLAYED, "mismatched": 0}, make, units="*.inner")
 
 
-class Expanded(Unit):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x) * mask
-
-
 def test_units_with_expanded_arguments_are_looked_at_as_others_are() -> None:
     """A graph takes a compact copy of such an argument; no result is taken for that copy."""
 
@@ -139,7 +132,7 @@ def test_units_with_expanded_arguments_are_looked_at_as_others_are() -> None:
     plain.refused(
         ConfigurationError,
         "each of the units 0 to 19: a weight that torch.autocast has cast once",
-        lambda: nn.ModuleList(Expanded() for _ in range(20)),
+        lambda: nn.ModuleList(Masked() for _ in range(20)),
         microbatch,
     )
 

@@ -1,21 +1,13 @@
 """What a replay returns lies in memory as after an eager pass: strides, views, buffers."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.unit.units.plain import (
-    REPLAYED,
-    ROWS,
-    UNITS,
-    WARMUP,
-    WIDTH,
-    Training,
-    Unit,
-    assert_as_eager,
-    backward,
-)
+from tests.unit.units import plain
+from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, units
 
 
 class Tower(Unit):
@@ -27,7 +19,7 @@ class Tower(Unit):
     def __init__(self) -> None:
         super().__init__()
         for name in ("bank", "rows"):
-            self.register_buffer(name, torch.zeros(ROWS, WIDTH))
+            self.register_buffer(name, torch.zeros(plain.ROWS, plain.WIDTH))
         self.requires_grad_(requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -35,7 +27,7 @@ class Tower(Unit):
         kept = (y * 2).t()[1:]
         views = {"kept": kept, "part": kept[:, :2], "row": self.rows[1], "same": kept}
         out = y + self.bank.mean() + self.rows.sum()
-        return y[:, 1:], y[:, :1].expand(ROWS, 3), out, self.bank, views
+        return y[:, 1:], y[:, :1].expand(plain.ROWS, 3), out, self.bank, views
 
 
 def test_copies_have_the_strides_and_share_the_memory_of_eager_results() -> None:
@@ -44,7 +36,7 @@ def test_copies_have_the_strides_and_share_the_memory_of_eager_results() -> None
         *made, y, bank, views = tower(x.detach())
         kept, part, row, same = views.values()
         made += [y, kept, part, row]
-        bank[run.step % ROWS], row[0] = y[0], run.step
+        bank[run.step % plain.ROWS], row[0] = y[0], run.step
         start = made[0].untyped_storage().data_ptr(), kept.untyped_storage().data_ptr()
         facts = [made[1].untyped_storage().data_ptr() == start[0], same is kept]
         facts += [part.untyped_storage().data_ptr() == start[1]]
@@ -53,9 +45,9 @@ def test_copies_have_the_strides_and_share_the_memory_of_eager_results() -> None
         return torch.tensor([float(loss.detach()), *facts])
 
     def make() -> nn.ModuleList:
-        return nn.ModuleList([Tower(), nn.Linear(WIDTH, WIDTH)])
+        return nn.ModuleList([Tower(), nn.Linear(plain.WIDTH, plain.WIDTH)])
 
-    counts = {"replayed": REPLAYED // UNITS, "mismatched": 0}
+    counts = {"replayed": plain.REPLAYED // plain.UNITS, "mismatched": 0}
     assert_as_eager(counts, make, microbatch, units="0")
 
 
@@ -64,7 +56,7 @@ class Routed(Unit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router: Any = nn.Linear(WIDTH, WIDTH)
+        self.router: Any = nn.Linear(plain.WIDTH, plain.WIDTH)
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), self.router(x.detach())
@@ -76,7 +68,7 @@ def test_a_result_of_what_is_frozen_later_needs_no_gradient() -> None:
         return backward((y * gate if gate.requires_grad else y * 2).square().mean())
 
     def before(run: Training) -> None:
-        run.model[0].router.requires_grad_(run.step <= WARMUP)
+        run.model[0].router.requires_grad_(run.step <= plain.WARMUP)
 
-    counts = {"replayed": REPLAYED // UNITS, "mismatched": 0}
-    assert_as_eager(counts, lambda: nn.ModuleList([Routed()]), microbatch, 1, before)
+    counts = {"replayed": plain.REPLAYED // plain.UNITS, "mismatched": 0}
+    assert_as_eager(counts, partial(units, Routed, 1), microbatch, 1, before)

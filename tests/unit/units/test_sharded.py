@@ -102,10 +102,6 @@ def drop_a_loss(run: Run, step: int) -> None:
         run.loss(20_000)
 
 
-def forward_alone(run: Run, _step: int) -> None:
-    run.losses.append(run.loss(10_001).detach().clone())
-
-
 def interrupt(run: Run, step: int) -> None:
     """An exception in the middle of an eager forward pass; the loop goes on."""
     if step == LATER:
@@ -116,10 +112,6 @@ def interrupt(run: Run, step: int) -> None:
         unit.broken, run.rows = False, 3
         if hasattr(run.model, "reset_iter_state"):  # torch 2.13; FSDP2 needs it from there on
             run.model.reset_iter_state()
-
-
-def smaller_batches(run: Run, step: int) -> None:
-    run.rows = 3 if step < LATER else 2
 
 
 def never_resharded_later(run: Run, step: int) -> None:
@@ -144,26 +136,9 @@ def with_weights_used_twice(network: Network) -> Any:
     return under_fsdp2(mp_policy=IN_BF16)(network)
 
 
-def in_bf16(network: Network) -> None:
-    """Weights compute in bf16, and the optimizer has them in fp32."""
-    network.to(torch.bfloat16)
-
-
-def in_fp32(network: Network) -> None:
-    network.float()
-
-
-def with_frozen_layer(network: Network) -> None:
-    network.layers[1].requires_grad_(False)
-
-
 class InReverse(nn.ModuleList):
     def __iter__(self) -> Any:
         return reversed(list(super().__iter__()))
-
-
-def run_in_reverse(network: Network) -> None:
-    network.layers = InReverse(network.layers)
 
 
 class Gated(Block):
@@ -250,12 +225,16 @@ CASES = {
     "FSDP2, inputs of units need no gradient": Case(under_fsdp2(), detached=True),
     "FSDP2, state is saved and loaded": Case(under_fsdp2(), before_step=save_and_load),
     "v1, optimizer and gradients": Case(under_v1(zero_dp_strategy="optim_grads")),
-    "v2, bf16": Case(under_v2(prepare=in_bf16)),
+    "v2, bf16": Case(under_v2(prepare=nn.Module.bfloat16)),
     "v2, five units of one shape": Case(under_v2(), inner=(16, 16, 16, 16, 16)),
     "v2, the root is not sharded": Case(under_v2(root=False)),
-    "v2, a frozen unit": Case(under_v2(prepare=with_frozen_layer)),
+    "v2, a frozen unit": Case(
+        under_v2(prepare=lambda network: network.layers[1].requires_grad_(False))
+    ),
     "v2, a unit is gathered before the step": Case(under_v2(), before_step=gather_first),
-    "v2, a loss without a backward pass": Case(under_v2(), before_step=forward_alone),
+    "v2, a loss without a backward pass": Case(
+        under_v2(), before_step=lambda run, _: run.losses.append(run.loss(10_001).detach().clone())
+    ),
     "v2, sharded modules in units": Case(under_v2(inside=True), options={"verify_interval": 2}),
     "v2, state is saved and loaded": Case(under_v2(), before_step=save_and_load),
     "DDP, gradients in buckets": Case(under_ddp(gradient_as_bucket_view=True)),
@@ -280,7 +259,7 @@ for name, case in {
 }.items():
     CASES[f"FSDP2, other batches, {name}"] = replace(
         case,
-        before_step=smaller_batches,
+        before_step=lambda run, step: setattr(run, "rows", 3 if step < LATER else 2),
         counts=lambda _: {"eager": 3 * (STEPS - LATER) * MICROBATCHES},
     )
 for fast_path in (False, True):
@@ -291,7 +270,7 @@ for fast_path in (False, True):
     )
     # All reduce the sharded modules of a unit in one order. Graphs have another one than eager
     # passes: in the first without the fast path, and in the second with it.
-    for prepare in (in_fp32, with_up_first):
+    for prepare in (nn.Module.float, with_up_first):
         CASES[f"v2, rank 1 alone is eager, {prepare.__name__}, fast path {fast_path}"] = Case(
             under_v2(prepare=prepare, inside=True),
             options={"fast_path": fast_path},
@@ -303,7 +282,7 @@ if PLACED is not None:
 for zero, placed in {"ZeRO-1": ZERO_1, "ZeRO-2": ZERO_2}.items() if IN_CONTEXT else ():
     # The released v2 has ZeRO-3 alone.
     CASES[f"main's v2, {zero}"] = Case(
-        under_v2(prepare=in_bf16, placed=placed), before_step=evaluate
+        under_v2(prepare=nn.Module.bfloat16, placed=placed), before_step=evaluate
     )
 if not IN_CONTEXT:  # Main's v2 refuses a pass before the backward of another one.
     CASES["v2, one backward pass of two forward passes"] = Case(
@@ -403,7 +382,8 @@ def refused() -> list[str]:
     inside = said(lambda: graph_units(network, ["layers.0.up"], backend="tape"))
     network.layers[0]._parameter_groups[0]._symm_mem_pool = object()
     symmetric = said(lambda: graph_units(network, ["layers.*"], backend="tape"))
-    order = said(lambda: Run(Case(under_v2(prepare=run_in_reverse))).train(graphed=True))
+    in_reverse = under_v2(prepare=lambda made: setattr(made, "layers", InReverse(made.layers)))
+    order = said(lambda: Run(Case(in_reverse)).train(graphed=True))
     return [inside, symmetric, order]
 
 
