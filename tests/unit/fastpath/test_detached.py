@@ -238,17 +238,15 @@ def one_pass(case: Case) -> None:
     case.end_pass()
 
 
-def hooked(case: Case) -> None:
-    case.weights[1].register_hook(lambda gradient: gradient * 2)
+HOOKED: list[Callable[[Case], object]] = [
+    lambda case: case.weights[1].register_hook(lambda gradient: gradient * 2),
+    lambda case: case.weights[1].register_post_accumulate_grad_hook(lambda _: None),
+]
 
 
-def hooked_after(case: Case) -> None:
-    case.weights[1].register_post_accumulate_grad_hook(lambda _: None)
-
-
-@pytest.mark.parametrize("change", [hooked, hooked_after])
+@pytest.mark.parametrize("change", HOOKED)
 def test_weights_that_are_more_than_weights_are_left_to_autograd(
-    change: Callable[[Case], None], taken: list[int]
+    change: Callable[[Case], object], taken: list[int]
 ) -> None:
     case = Case(PARTS, weights=PARTS)
     undo = case.install()
@@ -274,9 +272,9 @@ def test_few_weights_of_a_graph_are_detached_and_unknown_ones_are_not(taken: lis
     assert taken == [2]
 
 
-@pytest.mark.parametrize("change", [hooked, hooked_after])
+@pytest.mark.parametrize("change", HOOKED)
 def test_weights_that_change_between_the_passes_end_the_run(
-    change: Callable[[Case], None], taken: list[int]
+    change: Callable[[Case], object], taken: list[int]
 ) -> None:
     case = Case(PARTS, weights=PARTS)
     undo = case.install()

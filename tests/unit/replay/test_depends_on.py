@@ -299,8 +299,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "attribute": (lambda unit: setattr(unit, "gain", torch.zeros(WIDTH)), 1, "gain was the Tensor"),
     "forward": (
         lambda unit: setattr(unit.act, "forward", torch.cos),
-        1,
-        "own forward of act was none",
+        *(1, "own forward of act was none"),
     ),
     "forward: compiled": (
         lambda unit: unit.act.compile(backend="eager"),

@@ -33,6 +33,10 @@ from megatron_cg.units.python_state import PythonState
 from tests.unit.units import plain
 from tests.unit.units.plain import Training, Unit, assert_as_eager, refused, train, units
 
+OTHERS = plain.REPLAYED - plain.UNITS
+CHANGED = {"replayed": OTHERS, "eager": plain.UNITS, "mismatched": plain.UNITS}
+"""Counts of units that change before the last step."""
+
 
 @contextmanager
 def observed(value: Any) -> Iterator[PythonState]:
@@ -259,12 +263,7 @@ def test_a_tensor_that_code_reads_is_guarded_wherever_it_lies(name: str) -> None
             for unit in run.model:
                 unit.put(0.25)
 
-    counts = {
-        "replayed": plain.REPLAYED - plain.UNITS,
-        "eager": plain.UNITS,
-        "mismatched": plain.UNITS,
-    }
-    assert_as_eager(counts, partial(units, partial(Keeps, *HOLDERS[name])), train, 1, replace)
+    assert_as_eager(CHANGED, partial(units, partial(Keeps, *HOLDERS[name])), train, 1, replace)
 
 
 def test_a_tensor_in_an_object_of_torch_is_refused() -> None:
@@ -387,13 +386,8 @@ def test_attributes_that_code_reads_without_a_name_or_a_call_have_rows(kind: typ
             for unit in run.model:
                 unit.kept.height = 0.5
 
-    counts = {
-        "replayed": plain.REPLAYED - plain.UNITS,
-        "eager": plain.UNITS,
-        "mismatched": plain.UNITS,
-    }
     made = partial(units, lambda: kind(by_place, Placed()))
-    assert_as_eager(counts, made, train, 1, change)
+    assert_as_eager(CHANGED, made, train, 1, change)
 
 
 def test_a_container_in_itself_has_its_leaves() -> None:
