@@ -4,7 +4,7 @@ import hashlib
 import random
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -125,17 +125,18 @@ PLACES: dict[str, Passes] = {
 }
 """Steps of one run, in this order."""
 ALL_AT_ONCE = SIGMOID | LOSSES
+AGAIN = Case(
+    (NEVER, EVERY, EVERY, NEVER, EVERY),
+    options=ALL_AT_ONCE,
+    dropout=0.2,
+    again=3,
+    evaluated=4,
+    verifies_steps=True,
+)
 CASES = {
     "each place in its step": Case(tuple(PLACES.values())),
     "loss over all microbatches, without the fast path": Case(options=GLOBAL, fast_path=False),
-    "captured again, evaluated, all at once": Case(
-        (NEVER, EVERY, EVERY, NEVER, EVERY),
-        options=ALL_AT_ONCE,
-        dropout=0.2,
-        again=3,
-        evaluated=4,
-        verifies_steps=True,
-    ),
+    "captured again, evaluated, all at once": AGAIN,
     "verified": Case((NEVER, EVERY, NEVER, FIRST_OF_ONE, NEVER), verify_interval=1),
     "a real bound, all at once, made on meta": Case(
         real=True, options=ALL_AT_ONCE | ON_META, dropout=0.2
@@ -146,15 +147,7 @@ CASES = {
         stash=True,
         options={"mtp_num_layers": 1},
     ),
-    "kept, captured again, evaluated, all at once": Case(
-        (NEVER, EVERY, EVERY, NEVER, EVERY),
-        stash=True,
-        options=ALL_AT_ONCE,
-        dropout=0.2,
-        again=3,
-        evaluated=4,
-        verifies_steps=True,
-    ),
+    "kept, captured again, evaluated, all at once": replace(AGAIN, stash=True),
     "kept, verified": Case(
         (NEVER, EVERY, NEVER, FIRST_OF_ONE, NEVER), stash=True, verify_interval=1
     ),
