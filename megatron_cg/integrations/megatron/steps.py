@@ -163,10 +163,11 @@ def repeat_steps() -> patch.Undo:
         model = options[_MODEL]
         root = root_of(model[0] if isinstance(model, list) else model)
         repeater = _repeaters.get(root) if root is not None else None
-        if repeater is None or repeater.running or options.get(_EVALUATES):
+        session = repeater.steps.controller.session if repeater is not None else None
+        if repeater is None or session is None or repeater.running or options.get(_EVALUATES):
             return old(**options)
         with patch.undone_after(patch.set_attribute(repeater, "running", True)):
-            return repeater.run(old, options)
+            return repeater.run(session, old, options)
 
     return patch.run_instead(_PASSES, passes)
 
@@ -218,12 +219,9 @@ class _Repeater:
         if session.mismatches.verifies_step and session.mismatches.verifications.step != step:
             raise _refused("repeat-outside-schedule", _VERIFIED)
 
-    def run(self, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """Run the passes of a step, by graphs if there are any, and repeat them if needed."""
-        session, bound = self.steps.controller.session, self.bound
-        if session is None:
-            return passes(**options)
-        mismatches = session.mismatches
+    def run(self, session: Session, passes: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Run the passes of a step by the graphs of ``session``, and repeat them if needed."""
+        mismatches, bound = session.mismatches, self.bound
         conditions = mismatches.conditions
         is_second, self._ran = self._ran, True
         if is_second and bound is not None:
