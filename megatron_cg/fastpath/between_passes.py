@@ -36,7 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
-from megatron_cg.fastpath.optimizer_step import APPLIES
+from megatron_cg.fastpath.optimizer_step import APPLIES, APPLYING
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, run_instead
@@ -81,7 +81,7 @@ _TO_LOCAL = Symbol(
     "a gradient's shard",
     fingerprints=("ec17e9c4d6187647",),
 )
-REPLACES_SCALING = (_SCALES, _TO_LOCAL)
+REPLACES_SCALING = (_SCALES, _TO_LOCAL, APPLYING)
 _VOTES = Symbol(
     f"{_RERUN}:RerunStateMachine._reduce_any",
     "what adds up votes",

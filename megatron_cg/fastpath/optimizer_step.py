@@ -94,10 +94,11 @@ _ADAM = _symbol(
 _APPLIER = _symbol(f"{_FUSED}:multi_tensor_applier", "what runs its kernel")
 _AT_MOST = _symbol(f"{_FUSED}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call")
 APPLIES = _symbol(f"{_OPTIMIZERS}.multi_tensor_apply:MultiTensorApply", "what runs kernels")
+APPLYING = _symbol(f"{APPLIES.path}.__call__", "what runs a kernel", body="ac91ff4a196ee3fc")
 REPLACES_STEP = (
     _symbol(f"{_ADAM.path}.step", "its step", body="80a579d335ac25c3"),
     _symbol(f"{_ADAM.path}.get_unscaled_state", "its moments", body="e675df68fc21fd25"),
-    _symbol(f"{APPLIES.path}.__call__", "what runs its kernel", body="ac91ff4a196ee3fc"),
+    APPLYING,
 )
 _BEGIN, _END, _RELEASE = (
     Symbol(f"torch._C:_cuda_{name}", "what turns allocations to a pool")
