@@ -53,7 +53,8 @@ def method(layer: Any) -> None:
 CASES: dict[str, tuple[dict[str, Any], Callable[[Any], object], int]] = {
     "scale": (DENSE, to(f"{ATTENTION}.softmax_scale", 0.1), STEPS - CHANGED),
     "dropout": (
-        *(DENSE | {"dropout": 0.1}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
+        DENSE | {"dropout": 0.1},
+        to(f"{ATTENTION}.attention_dropout.p", 0.5),
         STEPS - CHANGED,
     ),
     "function": (DENSE, to("mlp.activation_func", relu), STEPS - CHANGED),
@@ -61,15 +62,18 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Any], object], int]] = {
     "method": (DENSE, method, STEPS - CHANGED),
     "coefficient": (MOE, to("config.moe_aux_loss_coeff", 1.0), STEPS - CHANGED),
     "list in place": (
-        *(MOE | LISTED, lambda layer: layer.config.moe_layer_freq.append(1)),
+        MOE | LISTED,
+        lambda layer: layer.config.moe_layer_freq.append(1),
         STEPS - CHANGED,
     ),
     "hook": (
-        *(MOE, lambda layer: layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] * 1.0,))),
+        MOE,
+        lambda layer: layer.mlp.register_forward_pre_hook(lambda _, args: (args[0] * 1.0,)),
         STEPS - CHANGED,
     ),
     "loss scale": (
-        *(MOE, lambda _: setattr(MoEAuxLossAutoScaler, SCALE, torch.full((1,), 3.0))),
+        MOE,
+        lambda _: setattr(MoEAuxLossAutoScaler, SCALE, torch.full((1,), 3.0)),
         STEPS - CHANGED,
     ),
     "compiled": (DENSE, lambda layer: layer.mlp.compile(backend="eager"), STEPS - CHANGED),
