@@ -24,6 +24,7 @@ from megatron_cg.backends.te_backend import replay_function
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.roles import unit_hooks
 from megatron_cg.replay.unit import Unit
+from megatron_cg.tape.train import transformer_layers
 from megatron_cg.upstream.patch import cells_of
 from tests.unit.backends.cuda_double import DEFAULT, CudaDouble, cuda_double
 from tests.unit.te_sources import functions_of_te, loops_of_te
@@ -228,19 +229,13 @@ def test_scales_and_histories_are_what_a_graph_holds_of_fp8(
     assert changed == ["amax_history of scaling_bwd of a DelayedScaling"]
 
 
-def hooks_of_both_layers(model: Any) -> tuple[list[Any], list[Any]]:
-    from megatron_cg.tape.train import transformer_layers
-
-    model.module._replace_param_with_raw_if_needed()
-    layers: list[Any] = list(transformer_layers(model))
-    units = [Unit(f"layer {i}", layer, tuple(layer.children())) for i, layer in enumerate(layers)]
-    return layers, [unit_hooks(unit).capture_time for unit in units]
-
-
 def test_te_runs_our_hooks_in_every_phase(
     dense_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, hooks = hooks_of_both_layers(dense_model)
+    dense_model.module._replace_param_with_raw_if_needed()
+    layers: list[Any] = list(transformer_layers(dense_model))
+    units = [Unit(f"layer {i}", layer, tuple(layer.children())) for i, layer in enumerate(layers)]
+    hooks = [unit_hooks(unit).capture_time for unit in units]
     contract = functions_of_te(monkeypatch)
     assert contract["_canonicalize_capture_time_hooks"](len(layers), hooks) == hooks
     states = []

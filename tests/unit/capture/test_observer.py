@@ -17,6 +17,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.units.code_observer import holder_of
+from tests.unit.backends.blocks import in_backward
 
 
 class Quantized:
@@ -95,20 +96,8 @@ def reduce() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-class ReducesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        reduce()
-        return gradient
-
-
 def backward() -> None:
-    apply: Any = ReducesInBackward.apply
-    apply(torch.ones(1, requires_grad=True)).sum().backward()
+    in_backward(torch.ones(1, requires_grad=True), lambda _: reduce()).sum().backward()
 
 
 def in_another_group() -> None:

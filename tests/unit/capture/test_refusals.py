@@ -16,7 +16,8 @@ from megatron_cg.errors import CaptureError, HookError
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tape.tape_backend import TapeBackend, recording
 from megatron_cg.tape.training_plan import CpuModelConfig
-from tests.unit.trainers import trainer_of
+from tests.unit.backends.blocks import in_backward
+from tests.unit.trainers import layers_of, trainer_of
 
 UNSUPPORTED = (
     "CUDA error: operation not permitted when stream is capturing\n"
@@ -56,21 +57,6 @@ refuse = of_torch("refuse", torch.AcceleratorError, UNSUPPORTED)
 NOT_REGISTERED = "Attempt to increase offset for a CUDA generator not in capture mode."
 draw = of_torch("draw", RuntimeError, NOT_REGISTERED)
 lookup = of_torch("lookup", LookupError, "no such key")
-
-
-class InBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, read: Callable[[torch.Tensor], None]) -> Any:
-        ctx.read = read
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.read(gradients[0])
-        return gradients[0], None
-
-
-in_backward: Callable[..., Any] = InBackward.apply
 
 
 class Reads(nn.Module):
@@ -113,10 +99,8 @@ def failing_capture(
     way: str, read: Callable[[torch.Tensor], None], kind: Any = CaptureError
 ) -> BaseException:
     """What a capture ends with whose second layer reads in its attention."""
-    from megatron_cg.tape.train import transformer_layers
-
     with trainer_of(CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))) as trainer:
-        attention: Any = transformer_layers(trainer.model)[1].self_attention
+        attention: Any = layers_of(trainer)[1].self_attention
         attention.core_attention = Reads(attention.core_attention, read, way)
         with pytest.raises(kind) as caught:
             trainer.capture(TapeBackend())

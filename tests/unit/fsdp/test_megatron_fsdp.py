@@ -22,6 +22,7 @@ from megatron_cg.fsdp.sharding import find_megatron_fsdp, gather_alone, raw_para
 from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.train import transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.ranks import on_ranks
@@ -109,12 +110,6 @@ def test_a_layer_that_writes_its_gradient_by_itself_is_not_captured() -> None:
         assert "4 such weights" in refused["error"]
 
 
-def layers_of(model: nn.Module) -> list[Any]:
-    from megatron_cg.tape.train import transformer_layers
-
-    return list(transformer_layers(model))
-
-
 def standalone_model() -> Any:
     import megatron_fsdp
     from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +129,7 @@ def standalone_model() -> Any:
 @pytest.fixture(params=["megatron-core", "megatron-fsdp"])
 def unit(request: pytest.FixtureRequest, one_rank: None) -> Any:
     if request.param == "megatron-core":
-        return layers_of(request.getfixturevalue("dense_model"))[0]
+        return transformer_layers(request.getfixturevalue("dense_model"))[0]
     model = standalone_model()
     return next(m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
 
@@ -208,7 +203,7 @@ def user_hook(*_args: object) -> None:
 def test_user_hooks_that_would_lie_or_fall_silent_are_refused_by_name(
     dense_model: Any, register: Callable[[Any], object], words: str
 ) -> None:
-    unit = layers_of(dense_model)[0]
+    unit = transformer_layers(dense_model)[0]
     register(unit)
     with pytest.raises(HookError, match=words) as error:
         unit_hooks(Unit("layer 0", unit, (unit.self_attention,)))
@@ -218,7 +213,7 @@ def test_user_hooks_that_would_lie_or_fall_silent_are_refused_by_name(
 
 
 def test_a_user_hook_on_a_module_that_stays_eager_is_left_alone(dense_model: Any) -> None:
-    unit = layers_of(dense_model)[0]
+    unit = transformer_layers(dense_model)[0]
     handle = unit.mlp.register_forward_hook(user_hook)
     hooks = unit_hooks(Unit("layer 0", unit, (unit.self_attention,)))
     assert handle.id not in {key for phase in hooks.capture_time.values() for key in phase}

@@ -16,9 +16,10 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import ROUNDS, _differences, verify
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
+from tests.unit.backends.blocks import in_backward
 from tests.unit.counted import expect
 from tests.unit.fastpath.test_order import noted
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import layers_of, trainer_of
 
 pytestmark = pytest.mark.fault
 STEPS, LAYERS = 4, 2
@@ -37,7 +38,6 @@ def run(
     from megatron.core.transformer.moe import moe_logging
 
     from megatron_cg.tape.tape_backend import TapeBackend
-    from megatron_cg.tape.train import transformer_layers
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(
@@ -60,7 +60,7 @@ def run(
         tracker = moe_logging.get_moe_metrics_tracker()
         tracker.clear()
         if wrong:
-            recorded = transformer_layers(trainer.model)[1].cuda_graphs[0].graph._recorded
+            recorded = layers_of(trainer)[1].cuda_graphs[0].graph._recorded
             direction, tensor, _ = WRONG[wrong]
             getattr(recorded, direction).entries.append(partial(flip, tensor(recorded)))
         numbers += [trainer.step() for _ in range(STEPS)]
@@ -121,34 +121,19 @@ def test_one_wrong_bit_is_found_and_the_part_run_eagerly_or_the_run_ends(
         run(ReplayPolicy("error", 3), wrong=wrong, fast_path=fast_path)
 
 
-class Unsteady(torch.autograd.Function):
-    """Returns its input; its gradient has different bits in each pass, as with atomics on a GPU."""
-
-    passes = 0
-
-    @staticmethod
-    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        Unsteady.passes += 1
-        return gradients[0] * (1 + Unsteady.passes)
-
-
-unsteady: Callable[..., Any] = Unsteady.apply
-
-
 class Scaled(nn.Module):
+    """A gradient in it has different bits in each pass, as with atomics on a GPU."""
+
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.passes = count(2)
 
     def forward(self, x: torch.Tensor, wrong: float = 0.0) -> torch.Tensor:
         self.kept = x
         after = self.after + wrong * (self.after - self.after.detach())
-        out: torch.Tensor = unsteady(x * self.before) * after
-        return out
+        unsteady = in_backward(x * self.before, lambda gradient: gradient * next(self.passes))
+        return unsteady * after
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -16,7 +16,7 @@ from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.errors import HostSyncError
 from megatron_cg.tape.fakes import cpu_fakes
 from megatron_cg.tape.tape_backend import TapeBackend, is_recording, recorded_action
-from tests.unit.backends.blocks import small
+from tests.unit.backends.blocks import in_backward, small
 from tests.unit.ranks import on_ranks
 
 capture = partial(small, TapeBackend())
@@ -107,20 +107,9 @@ def test_a_wait_for_the_device_is_refused_with_its_module(
 
 
 def test_a_copy_in_the_backward_pass_is_refused_too() -> None:
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            gradient.cpu()
-            return gradient
-
     class Module(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            read: torch.Tensor = Reads.apply(super().forward(x))  # type: ignore[no-untyped-call]
-            return read
+            return in_backward(super().forward(x), torch.Tensor.cpu)
 
     with pytest.raises(HostSyncError, match=r"Tensor\.cpu in the backward pass \(captured"):
         capture(Module(4, 4))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from tests.unit.backends.blocks import in_backward
 from tests.unit.units import plain
 from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, in_turn, train, units
 
@@ -63,22 +64,15 @@ def test_a_verified_replay_writes_into_inputs_as_others_do(
     assert_as_eager(counts, make, microbatch, 2, units="0", verify_interval=1)
 
 
-class _NanUnlessZero(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.where(gradient == 0, float("nan"))
+def nan_unless_zero(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.where(gradient == 0, float("nan"))
 
 
 class Two(Unit):
     """The gradient of its second result is NaN, unless nobody uses that."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dropped: torch.Tensor = _NanUnlessZero.apply(x)  # type: ignore[no-untyped-call]
-        return torch.cat([super().forward(x), dropped], dim=1)
+        return torch.cat([super().forward(x), in_backward(x, nan_unless_zero)], dim=1)
 
 
 class Masking(nn.Module):

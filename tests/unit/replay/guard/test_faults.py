@@ -15,7 +15,7 @@ import torch
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import layers_of, trainer_of
 
 pytestmark = pytest.mark.fault
 LAYERS, BEFORE, AFTER = 2, 2, 2
@@ -25,25 +25,19 @@ Fault = Callable[[Any], Any]
 """Does its worst to a trainer; may return a context manager for the next step."""
 
 
-def layer_of(trainer: Any) -> Any:
-    from megatron_cg.tape.train import transformer_layers
-
-    return transformer_layers(trainer.model)[0]
-
-
 def with_keyword(name: str, change: Callable[[Any], Any]) -> Fault:
     def hook(_module: Any, args: Any, kwargs: Any) -> Any:
         return args, {**kwargs, name: change(kwargs.get(name))}
 
     def fault(trainer: Any) -> None:
-        layer_of(trainer).register_forward_pre_hook(hook, with_kwargs=True)
+        layers_of(trainer)[0].register_forward_pre_hook(hook, with_kwargs=True)
 
     return fault
 
 
 def hook_beside(trainer: Any) -> None:
     """On a module inside the graph that has hooks of Megatron-FSDP's."""
-    inside = layer_of(trainer).modules()
+    inside = layers_of(trainer)[0].modules()
     next(inside)
     module = next(module for module in inside if module._forward_pre_hooks)
     module.register_forward_pre_hook(lambda _module, args: (args[0] * 2, *args[1:]))
