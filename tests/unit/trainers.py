@@ -1,7 +1,8 @@
 """Trainers on the CPU, and their layers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -76,3 +77,23 @@ def trainer_of(model: CpuModelConfig, **plan: Any) -> Iterator[Any]:
             yield trainer
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def compared(act: Callable[[Any], list[Any]], shape: CpuModelConfig) -> list[Any]:
+    """Numbers of an eager run and of one with graphs, and the counters of these.
+
+    ``act`` trains on after the first step and the capture.
+    """
+    from megatron_cg.tape.tape_backend import TapeBackend
+
+    runs, counts = [], {}
+    for graphs in (False, True):
+        # A run may change a list of its config.
+        with trainer_of(deepcopy(shape), graphs=graphs) as trainer:
+            numbers = [trainer.step()]
+            if graphs:
+                trainer.capture(TapeBackend())
+            runs.append([*numbers, *act(trainer)])
+            if graphs:
+                counts = trainer.session.counters.as_dict()
+    return [*runs, counts]

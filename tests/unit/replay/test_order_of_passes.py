@@ -14,7 +14,7 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
 from tests.unit.replay.test_own_gradients import Replay
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import compared, trainer_of
 
 pytestmark = pytest.mark.fault
 
@@ -42,18 +42,14 @@ def test_of_two_passes_before_a_backward_pass_the_second_runs_eagerly(
     experts: int, one_rank: None
 ) -> None:
     scopes = ("attn", "moe_router", "moe_preprocess") if experts else ("attn", "mlp")
+
+    def act(trainer: Any) -> list[Any]:
+        trainer._passes = partial(contrasted, trainer)
+        return [*(trainer.step() for _ in range(3)), parameter_digests(trainer.model)]
+
     shape = CpuModelConfig(layers=2, experts=experts, graph_modules=scopes)
-    found = []
-    for graphs in (False, True):
-        with trainer_of(shape, graphs=graphs) as trainer:
-            trainer._passes = partial(contrasted, trainer)
-            numbers = [trainer.step()]
-            if graphs:
-                trainer.capture(TapeBackend())
-            numbers += [trainer.step() for _ in range(3)]
-            found.append((numbers, parameter_digests(trainer.model)))
-    counters = trainer.session.counters
-    assert found[0] == found[1] and counters.replayed == counters.eager == 3 * 2
+    eager, graphed, counts = compared(act, shape)
+    assert eager == graphed and counts["replayed"] == counts["eager"] == 3 * 2
 
 
 def layers_of_one_pass(trainer: Any) -> list[torch.Tensor]:
