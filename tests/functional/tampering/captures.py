@@ -23,8 +23,6 @@ COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
     "upload": lambda x: torch.tensor([1.0], device=x.device),
 }
 """Copies between GPU and host, one in each direction."""
-_KEPT: list[Any] = []
-"""Memory of moved buffers, which is never given out again."""
 
 
 def note_state_around_capture() -> None:
@@ -85,16 +83,16 @@ def fail_at(place: str) -> None:
         "install": (optimizer_step, "install_main_weights", on_call(1, error)),
         **{name: (layer, capture, copying(copy)) for name, copy in COPIES.items()},
     }
+
+    def break_unshard(helper: Any) -> None:
+        """Let the third all-gather since capture began fail, which only hooks call."""
+        model = helper.helper.model[0].module
+        wrap(type(model), "all_gather_and_wait_parameters_ready", on_call(3, error))
+
     if stage == "hook":
-        before_capture(lambda helper: break_unshard(helper, error))
+        before_capture(break_unshard)
     else:
         wrap(*stages[stage])
-
-
-def break_unshard(helper: Any, error: BaseException) -> None:
-    """Let Megatron-FSDP's all-gather fail, which only hooks call: the third since capture began."""
-    model = helper.helper.model[0].module
-    wrap(type(model), "all_gather_and_wait_parameters_ready", on_call(3, error))
 
 
 def copying(copy: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
@@ -109,15 +107,6 @@ def copying(copy: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
         return wrapped
 
     return make
-
-
-def move_unsharded_buffers() -> None:
-    """Let Megatron-FSDP allocate its unsharded buffers anew; the old ones stay alive."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
-
-    pool = utils.get_global_memory_buffer()
-    _KEPT.append(dict(pool.buffer))
-    pool.buffer.clear()
 
 
 def fail_earlier() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.functional.tampering.captures import move_unsharded_buffers
 from tests.functional.tampering.places import before_steps, rank, wrap
 
 STEP, ONLY = 7, 1
+_KEPT: list[Any] = []
+"""Memory of moved buffers, which is never given out again."""
 _FAR = 16.0
 """A routing adds it to the logits of the chosen experts: the others stay below, and BF16 tells most
 apart."""
@@ -112,7 +113,12 @@ def _with_wrong_gradient(function: Any, first_weight: int, which: str) -> Any:
 
 
 def buffers_moved(_model: nn.Module) -> None:
-    move_unsharded_buffers()
+    """Megatron-FSDP allocates its unsharded buffers anew; the old ones stay alive."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import utils
+
+    pool = utils.get_global_memory_buffer()
+    _KEPT.append(dict(pool.buffer))
+    pool.buffer.clear()
 
 
 def buffers_moved_in_backward(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,16 +91,13 @@ def test_the_rest_is_what_was_missing_wherever_it_stopped(warmups: int) -> None:
 def stop_after(number: int, hooks: list[CaptureTimeHooks]) -> list[CaptureTimeHooks]:
     left = iter(range(number))
 
-    def stopping(fn: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        def run(module: nn.Module) -> None:
-            if next(left, None) is None:
-                raise Stopped
-            fn(module)
-
-        return run
+    def stopping(fn: Callable[[nn.Module], None], module: nn.Module) -> None:
+        if next(left, None) is None:
+            raise Stopped
+        fn(module)
 
     return [
-        {key: {n: stopping(fn) for n, fn in fns.items()} for key, fns in entry.items()}
+        {key: {n: partial(stopping, fn) for n, fn in fns.items()} for key, fns in entry.items()}
         for entry in hooks
     ]
 

@@ -59,13 +59,14 @@ class Region:
         assert torch.equal(self._compiled(batch), batch * 2 + size)
 
 
-def said(call: Callable[[], Any]) -> str:
-    """The error's name and text; empty if there was none."""
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The name and text of an error in the block; none if there was none."""
+    errors: list[str] = []
     try:
-        call()
+        yield errors
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        errors.append(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -111,13 +112,10 @@ def one_guard_fails(rank: int) -> Any:
 
 def static_sizes_differ(rank: int) -> Any:
     region = Region(dynamic=False)
-
-    def block() -> None:
-        with compile_together(timeout=LONG):
-            region(USUAL)
-            region(batch_of(rank))
-
-    return region.shapes, said(block)
+    with told() as errors, compile_together(timeout=LONG):
+        region(USUAL)
+        region(batch_of(rank))
+    return region.shapes, errors
 
 
 def another_region() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -132,59 +130,46 @@ def another_region() -> Callable[[torch.Tensor], torch.Tensor]:
 def code_is_gone_after_a_pass(rank: int) -> Any:
     """Another region passes in between, so the last vote before was on that one."""
     region, another = Region(), another_region()
-
-    def block() -> None:
-        with compile_together(timeout=LONG):
-            region(USUAL)
-            another(torch.ones(2))
-            another(torch.ones(2))
-            if rank == SLOW:
-                region.lose_code()
-            region(USUAL)
-
-    return said(block), region.shapes
+    with compile_together(timeout=LONG):
+        region(USUAL)
+        another(torch.ones(2))
+        another(torch.ones(2))
+        if rank == SLOW:
+            region.lose_code()
+        region(USUAL)
+    return region.shapes
 
 
 def different_regions(rank: int) -> Any:
     region, another = Region(), another_region()
-
-    def block() -> None:
-        with compile_together(timeout=LONG):
-            if rank == SLOW:
-                another(torch.ones(2))
-            else:
-                region(USUAL)
-
-    return said(block)
+    with told() as errors, compile_together(timeout=LONG):
+        if rank == SLOW:
+            another(torch.ones(2))
+        else:
+            region(USUAL)
+    return errors
 
 
 def one_does_not_come(rank: int) -> Any:
     """The others' error can be caught where the region is called, and comes again at each call."""
-    region = compiled_together()
-    first: list[str] = []
-
-    def block() -> None:
-        with together_for_a_moment():
-            if rank != SLOW:
-                first.append(said(lambda: region(USUAL)))
+    region, first = compiled_together(), list[str]()
+    with told() as again, together_for_a_moment():
+        if rank != SLOW:
+            with told() as first:
                 region(USUAL)
-
-    return first, said(block)
+            region(USUAL)
+    return first, again
 
 
 def one_does_not_come_and_none_compiles(rank: int) -> Any:
     """Dynamo may not compile, so the hook's error has no place to be raised but the end."""
     region = compiled_together()
-    after: list[str] = []
-
-    def block() -> None:
-        with together_for_a_moment():
+    with told() as errors, together_for_a_moment():
+        with told() as before, torch.compiler.set_stance("eager_on_recompile"):
             if rank != SLOW:
-                with torch.compiler.set_stance("eager_on_recompile"):
-                    after.append(said(lambda: region(USUAL)))
-            dist.barrier()
-
-    return said(block), after
+                region(USUAL)
+        dist.barrier()
+    return before, errors
 
 
 SCENARIOS = (
@@ -220,7 +205,7 @@ def test_all_compile_for_one_shape_when_one_guard_fails(outcome: Any) -> None:
 
 
 def test_static_shapes_that_differ_are_refused_on_all_ranks(outcome: Any) -> None:
-    for shapes, error in outcome(static_sizes_differ):
+    for shapes, (error,) in outcome(static_sizes_differ):
         assert shapes == static(USUAL)
         assert error.startswith("AgreementError: ranks would compile scale, line ")
         expected = f"L['batch'] is ({USUAL}, {WIDTH}) on ranks 0, 1, 3, ({MORE}, {WIDTH}) on rank 2"
@@ -228,12 +213,12 @@ def test_static_shapes_that_differ_are_refused_on_all_ranks(outcome: Any) -> Non
 
 
 def test_a_rank_whose_code_is_gone_votes_after_another_region_passed(outcome: Any) -> None:
-    for error, shapes in outcome(code_is_gone_after_a_pass):
-        assert [error, shapes] == ["", static(USUAL) * 2]
+    for shapes in outcome(code_is_gone_after_a_pass):
+        assert shapes == static(USUAL) * 2
 
 
 def test_ranks_in_different_regions_end(outcome: Any) -> None:
-    for rank, error in enumerate(outcome(different_regions)):
+    for rank, (error,) in enumerate(outcome(different_regions)):
         name = "other" if rank == SLOW else "scale"
         assert error.startswith(f"AgreementError: this rank is at {name}, line ")
         assert f"rank {SLOW} differ" in error
@@ -241,18 +226,14 @@ def test_ranks_in_different_regions_end(outcome: Any) -> None:
 
 def test_a_rank_that_does_not_come_ends_the_others_by_the_timeout(outcome: Any) -> None:
     for rank, (first, again) in enumerate(outcome(one_does_not_come)):
-        errors = [*first, again]
-        if rank == SLOW:
-            assert errors == [""]
-        else:
-            assert len(errors) == 2
-            assert all(MISSED in error and "is not compiled" in error for error in errors)
+        assert len(first) == len(again) == (rank != SLOW)
+        assert all(MISSED in error and "is not compiled" in error for error in (*first, *again))
 
 
 def test_the_error_comes_at_the_end_where_dynamo_does_not_compile(outcome: Any) -> None:
-    for rank, (error, after) in enumerate(outcome(one_does_not_come_and_none_compiles)):
-        assert after == ([] if rank == SLOW else [""])
-        assert (error == "") if rank == SLOW else (MISSED in error)
+    for rank, (before, errors) in enumerate(outcome(one_does_not_come_and_none_compiles)):
+        assert before == [] and len(errors) == (rank != SLOW)
+        assert all(MISSED in error for error in errors)
 
 
 def set_hook(hook: Any) -> Any:

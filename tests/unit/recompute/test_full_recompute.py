@@ -180,14 +180,9 @@ def test_eager_passes_and_verifications_are_those_of_the_graphs(
         assert counters[END - 1] == [2 * len(SOME), 0, 0, 0, 0]
 
 
-def config(kind: Any = TransformerConfig, **changes: Any) -> Any:
-    given = {
-        "num_layers": 2,
-        "hidden_size": 8,
-        "num_attention_heads": 2,
-        "cuda_graph_impl": "transformer_engine",
-    }
-    return kind(**{**given, **RECOMPUTE, **changes})
+def config(**changes: Any) -> TransformerConfig:
+    given: dict[str, Any] = {"cuda_graph_impl": "transformer_engine", **RECOMPUTE, **changes}
+    return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **given)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from logging.handlers import BufferingHandler
 from typing import Any
 from unittest.mock import patch
 
@@ -124,20 +125,11 @@ def step(trainer: Any) -> list[Any]:
     return [loss.hex(), norm.hex(), parameter_digests(trainer.model)]
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def train_through_failures() -> list[dict[str, Any]]:
     """In one process: each step after another failed capture; then one that succeeds."""
     from megatron.core import parallel_state
 
-    messages = Messages()
+    messages = BufferingHandler(10_000)
     logging.getLogger("megatron_cg").addHandler(messages)
     eager_trainer = new_trainer()
     eager = [step(eager_trainer) for _ in range(len(CASES) + 2)]
@@ -148,7 +140,7 @@ def train_through_failures() -> list[dict[str, Any]]:
         for case, expected in zip(CASES, eager[1:], strict=False):
             helper = trainers.helper_of(trainer, OneMask(), on_failure="eager")
             error = ERRORS[case.error](f"forced: {case}")
-            messages.texts.clear()
+            messages.buffer.clear()
             mine = case.rank == dist.get_rank()
             fault: AbstractContextManager[dict[str, Any]] = nullcontext({})
             if mine:
@@ -156,7 +148,7 @@ def train_through_failures() -> list[dict[str, Any]]:
             with fault as seen:
                 helper.capture()
             results.append({"eager": expected, "after": step(trainer), **seen})
-            results[-1]["said"] = messages.texts[:]
+            results[-1]["said"] = [record.getMessage() for record in messages.buffer]
             pipeline = trainer.model.module.all_gather_pipeline
             results[-1]["kept"] = "release_bucket" in vars(pipeline)
             results[-1]["graphs"] = helper.helper.graphs_created() or helper.session is not None
