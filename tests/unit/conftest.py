@@ -5,6 +5,7 @@ import importlib.util
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,25 +171,31 @@ def imported() -> None:
     gc.freeze()
 
 
-@pytest.fixture
-def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
+@contextmanager
+def group_of_one(folder: Path) -> Iterator[None]:
     """A gloo group of this process alone, under the CPU fakes."""
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
     from megatron_cg.tape.fakes import cpu_fakes
 
     with cpu_fakes():
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+            "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
         )
-        destroy_moe_metrics_tracker()  # of a test with another number of layers
         try:
             yield
         finally:
-            parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
             let_models_go()
+
+
+@pytest.fixture
+def one_rank(imported: None, tmp_path: Path) -> Iterator[None]:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    with group_of_one(tmp_path):
+        destroy_moe_metrics_tracker()  # of a test with another number of layers
+        yield
+        parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture

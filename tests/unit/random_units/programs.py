@@ -227,6 +227,7 @@ ENDS = {
     _one("local class read", "class in a class", sharding="fsdp"): "equal",
     _one("nested backward", "hidden gradient kept"): "which gradients a backward pass computes",
     _one("backward inside"): "runs a backward pass in its forward pass",
+    _one("loss kept"): "sets attribute aux in its forward pass",
     _one("plain", "two backward passes", at=1): "unit-backward-again",
     _one("plain", "two backward passes"): "or a second time",
     _one("plain", "penalty", at=1): "unit-backward-again",

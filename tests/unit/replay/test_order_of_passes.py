@@ -10,20 +10,17 @@ import torch
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.guarded_graph import InFlight
 from megatron_cg.replay.unit import Unit
-from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
-from tests.unit.replay.test_own_gradients import Replay
-from tests.unit.trainers import compared, trainer_of
+from tests.unit.replay.test_own_gradients import Replay, graphed
+from tests.unit.trainers import compared
 
 pytestmark = pytest.mark.fault
 
 
 @pytest.fixture
 def trainer(one_rank: None) -> Any:
-    with trainer_of(CpuModelConfig(layers=2), graphs=True) as made:
-        made.step()
-        made.capture(TapeBackend())
+    with graphed() as made:
         yield made
 
 

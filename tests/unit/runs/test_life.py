@@ -400,7 +400,6 @@ def no_buffer(pipeline: Any) -> Any:
     return get
 
 
-pytestmark = pytest.mark.fault
 BEFORE, AFTER, DEPTH = 2, 2, 3
 BOTH = (0, 1)
 Change = Callable[[Any], None]

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -62,6 +62,7 @@ CASES = [
 
 def call_that_fails(stage: str) -> tuple[Any, str, int]:
     """Owner, name, and which of its calls; forwards and backwards are two a pass."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from megatron_cg.integrations.megatron import helper, megatron_unit
@@ -80,6 +81,10 @@ def call_that_fails(stage: str) -> tuple[Any, str, int]:
         "publishing": (megatron_unit.MegatronUnit, "attach", 2),
         "installing the fast path": (bucketing, "install_gradients", 1),
         "the fast path's last part": (optimizer_step, "install_main_weights", 1),
+        # When all ranks have agreed on their graphs.
+        "after the last vote": (CaptureReport, "ended", 1),
+        "writing back": (restore, "write_back", 1),
+        "in a hook": (MegatronFSDP, "all_gather_and_wait_parameters_ready", 3),
     }[stage]
 
 
@@ -190,45 +195,27 @@ def test_a_capture_after_all_these_failures_replays(results: list[list[dict[str,
         assert (rank[-1]["graphs"]["captured"], rank[-1]["graphs"]["replayed"]) == (LAYERS, LAYERS)
 
 
-def capture(on_failure: str, *faults: Callable[[Any], AbstractContextManager[Any]]) -> str:
+def capture(on_failure: str, *faults: tuple[str, str]) -> str:
+    """``faults`` are stages on rank 1, and what is told of each."""
     trainer = new_trainer()
     attention: Any = transformer_layers(trainer.model)[0].self_attention
     attention.register_buffer("table", torch.zeros(2))
     trainer.step()
     with megatron_with_tapes(), ExitStack() as stack:
         helper = trainers.helper_of(trainer, OneMask(), on_failure=on_failure)
-        for fault in faults if dist.get_rank() == 1 else ():
-            stack.enter_context(fault(trainer))
+        for stage, text in faults if dist.get_rank() == 1 else ():
+            stack.enter_context(failing(*call_that_fails(stage), RuntimeError(text)))
         helper.capture()
     return "went on"
 
 
-def captured(on_failure: str, fault: Any) -> str:
+def captured(on_failure: str, fault: tuple[str, str]) -> str:
     """How such a capture ends, and how many sessions are left."""
     try:
         said = capture(on_failure, fault)
     except (CaptureError, NotRestoredError) as error:
         said = str(error)
     return f"{open_sessions()} {said}"
-
-
-def at(stage: str, text: str, _trainer: Any) -> AbstractContextManager[Any]:
-    return failing(*call_that_fails(stage), RuntimeError(text))
-
-
-def after_the_last_vote(_trainer: Any) -> AbstractContextManager[Any]:
-    """When all ranks have agreed on their graphs."""
-
-    return failing(CaptureReport, "ended", 1, RuntimeError("forced"))
-
-
-def in_writing_back(_trainer: Any) -> AbstractContextManager[Any]:
-    return failing(restore, "write_back", 1, RuntimeError("read-only"))
-
-
-def in_a_hook(trainer: Any) -> AbstractContextManager[Any]:
-    gather = "all_gather_and_wait_parameters_ready"
-    return failing(type(trainer.model.module), gather, 3, RuntimeError("no unshard"))
 
 
 ELSEWHERE = "rank 1, whose own log "
@@ -238,21 +225,23 @@ ELSEWHERE = "rank 1, whose own log "
     ("on_failure", "fault", "said", "of_rank_1"),
     [
         (
-            *("eager", after_the_last_vote, "^1 went on$"),
+            *("eager", ("after the last vote", "forced"), "^1 went on$"),
             "^0 this rank's capture failed.* all ranks had agreed on their graphs before",
         ),
         (
-            *("eager", in_writing_back, f"state of {ELSEWHERE}names it"),
+            *("eager", ("writing back", "read-only"), f"state of {ELSEWHERE}names it"),
             "buffer table of a SelfAttention: RuntimeError: read-only.",
         ),
         (
-            *("error", partial(at, "installing the fast path", "no fast path")),
+            *("error", ("installing the fast path", "no fast path")),
             f"^. capture failed on {ELSEWHERE}has the reason",
             "^. capture failed with RuntimeError: no fast path",
         ),
     ],
 )
-def test_ranks_end_with_the_cause(on_failure: str, fault: Any, said: str, of_rank_1: str) -> None:
+def test_ranks_end_with_the_cause(
+    on_failure: str, fault: tuple[str, str], said: str, of_rank_1: str
+) -> None:
     """After the last vote the failed one alone; else all, also with leave to go on eagerly."""
     first, second = on_ranks(partial(captured, on_failure, fault))
     assert re.search(said, first) and re.search(of_rank_1, second)
@@ -261,9 +250,9 @@ def test_ranks_end_with_the_cause(on_failure: str, fault: Any, said: str, of_ran
 @pytest.mark.parametrize("first", [None, "no capture"])
 def test_a_rank_whose_hook_raises_ends_with_the_reason(first: str | None) -> None:
     """In a capture, or after something else did."""
-    before = () if first is None else (partial(at, "before the first hook", first),)
+    before = () if first is None else (("before the first hook", first),)
     # Not the error raised here: it is from the rank that ended first.
-    ends = ended(partial(capture, "eager", in_a_hook, *before))
+    ends = ended(partial(capture, "eager", ("in a hook", "no unshard"), *before))
     assert "OutOfStepError: one of the forward_pre_hooks of layer " in ends[1]
     assert "raised RuntimeError: no unshard." in ends[1]
     assert first is None or f"RuntimeError: {first}" in ends[1]

@@ -59,7 +59,17 @@ def train(
         return numbers, trainer.session and trainer.session.counters
 
 
+def assert_as_eager(scopes: tuple[str, ...], counts: dict[str, int], **given: Any) -> Any:
+    """Train eagerly and with graphs: the same numbers, and these counts of the graphs."""
+    eager, _ = train(scopes, graphed=False, **given)
+    graphed, counters = train(scopes, graphed=True, **given)
+    assert graphed == eager
+    expect(counters, **counts)
+    return eager
+
+
 ROUTER = ("moe_router", "moe_preprocess")
+ALL_EAGER = {"replayed": 0, "mismatched": LAYERS * AFTER, "eager": LAYERS * AFTER}
 
 
 @pytest.mark.parametrize(
@@ -78,40 +88,29 @@ ROUTER = ("moe_router", "moe_preprocess")
 def test_graphs_replay(
     one_rank: None, scopes: tuple[str, ...], model: dict[str, Any], layers: int
 ) -> None:
-    eager, _ = train(scopes, graphed=False, model=model)
-    graphed, counters = train(scopes, graphed=True, model=model)
-    assert graphed == eager and len(set(eager)) == len(PACKS)
-    expect(counters, replayed=layers * AFTER, backwards=layers * AFTER, mismatched=0, eager=0)
+    counts = dict.fromkeys(("replayed", "backwards"), layers * AFTER)
+    numbers = assert_as_eager(scopes, counts | {"mismatched": 0, "eager": 0}, model=model)
+    assert len(set(numbers)) == len(PACKS)
 
 
 def test_a_router_behind_attention_counts_no_padding(one_rank: None) -> None:
     padding = torch.arange(TOKENS)[None] >= TOKENS // 4
-    padded = partial(train, ("moe_router",), model=BALANCED, padding_mask=padding)
-    eager, _ = padded(graphed=False)
-    graphed, counters = padded(graphed=True)
-    assert graphed == eager
-    expect(counters, replayed=0, mismatched=LAYERS * AFTER, eager=LAYERS * AFTER)
+    assert_as_eager(("moe_router",), ALL_EAGER, model=BALANCED, padding_mask=padding)
 
 
 def test_samples_that_a_pack_joins_are_not_balanced_as_one(one_rank: None) -> None:
     """A router behind attention: its graph has not been told where a sample ends."""
-    joined = partial(train, ("moe_router",), model=BALANCED)
-    eager, _ = joined(graphed=False, tokens_per_sample=TOKENS // 2)
-    graphed, counters = joined(graphed=True, tokens_per_sample=TOKENS // 2)
-    assert graphed == eager != joined(graphed=False)[0]
-    expect(counters, replayed=0, mismatched=LAYERS * AFTER, eager=LAYERS * AFTER)
-    one, counters = joined(graphed=True, tokens_per_sample=TOKENS)
-    assert one == joined(graphed=False)[0]
-    expect(counters, replayed=LAYERS * AFTER, mismatched=0)
+    joined = partial(assert_as_eager, ("moe_router",), model=BALANCED)
+    counts = {"replayed": LAYERS * AFTER, "mismatched": 0}
+    one = joined(counts, tokens_per_sample=TOKENS)
+    assert one == joined(counts) != joined(ALL_EAGER, tokens_per_sample=TOKENS // 2)
 
 
 def test_a_pack_of_more_samples_than_there_is_room_for_runs_eagerly(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    eager, _ = train(("attn",), graphed=False)
-    graphed, counters = train(("attn",), graphed=True, room=2)
-    assert graphed == eager
-    expect(counters, replayed=LAYERS * (AFTER - 1), mismatched=LAYERS, eager=LAYERS)
+    counts = {"replayed": LAYERS * (AFTER - 1), "mismatched": LAYERS, "eager": LAYERS}
+    assert_as_eager(("attn",), counts, room=2)
     assert "the pack of sequences was of up to 2 samples at capture and is of 4 now" in caplog.text
     assert "raise --cg-packed-samples" in caplog.text
 

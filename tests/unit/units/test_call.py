@@ -185,17 +185,6 @@ def test_what_no_graph_can_take_is_named(made: Call, named: list[str]) -> None:
     assert [text.split(" is ")[0] for text in problems] == named
 
 
-class Sets(Unit):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        self.loss = y.square().mean()
-        return y
-
-
-def test_an_attribute_that_no_replay_sets_is_named() -> None:
-    refused(CaptureError, "sets attribute loss in its forward pass", lambda: units(Sets))
-
-
 class Storing(Unit):
     def forward(self, x: torch.Tensor, kept: Any = None) -> torch.Tensor:
         kept["last"] = y = super().forward(x)

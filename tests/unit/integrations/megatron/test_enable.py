@@ -228,7 +228,6 @@ def test_a_run_without_graphs_keeps_megatrons_helper(monkeypatch: pytest.MonkeyP
     args = parse("--use-megatron-fsdp")
     assert arguments.validate_args(args, {}) is args
     assert training.TECudaGraphHelper is TECudaGraphHelper
-    megatron_cg.disable()
 
 
 def test_experts_stay_as_they_are_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +297,6 @@ def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatc
         arguments.validate_args(parse(*words), {})
     assert "--fsdp-double-buffer" in str(error.value) and "--optimizer-cuda" in str(error.value)
     assert reached == []
-    megatron_cg.disable()
 
 
 @pytest.mark.parametrize("options", [[], ["-P"]])

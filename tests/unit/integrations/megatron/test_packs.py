@@ -1,5 +1,7 @@
 """Packed sequences in graphs of attention: what ranks agree on, and packs that do not fit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -53,19 +55,28 @@ def numbers_of(trainer: Any, packs: list[Any], capture: Any, **fields: Any) -> l
     return numbers
 
 
-def both(model: dict[str, Any], by_rank: list[list[int]], room: int | None) -> Any:
+@contextmanager
+def trainer_of_packs(
+    model: dict[str, Any] = DENSE, *, graphs: bool = True, layers: int = LAYERS
+) -> Iterator[Any]:
+    shape = CpuModelConfig(layers=layers, sequence_length=TOKENS, **model)
+    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=graphs) as trainer:
+        yield trainer
+
+
+def both(model: dict[str, Any], packs: list[Any], room: int | None = None) -> Any:
     """Whether eager and graphed steps are equal on this rank, and the counters and the room."""
     runs = []
     for graphs in (False, True):
-        shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **model)
-        with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=graphs) as trainer:
+        with trainer_of_packs(model, graphs=graphs) as trainer:
             capture = partial(trainer.capture, TapeBackend(), Agreement(), packed_samples=room)
-            given = [even(samples) for samples in by_rank[dist.get_rank()]]
-            runs.append(numbers_of(trainer, given, capture if graphs else None))
-            if graphs:
-                unit = trainer.session.units[0]
-                return runs[0] == runs[1], dict(trainer.session.counters), unit._packs.room
-    return None
+            runs.append(numbers_of(trainer, packs, capture if graphs else None))
+    session = trainer.session
+    return runs[0] == runs[1], dict(session.counters), session.units[0]._packs.room
+
+
+def of_rank(model: dict[str, Any], by_rank: list[list[int]], room: int | None) -> Any:
+    return both(model, [even(samples) for samples in by_rank[dist.get_rank()]], room)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +91,7 @@ def test_graphs_take_packs_of_one_form(kind: str, ends: list[int] | None, unfit:
 
 def test_all_ranks_have_room_for_the_fullest_pack() -> None:
     """Of any rank, before the capture; one rank alone runs a fuller one eagerly."""
-    body = partial(both, DENSE, [[1, 3, 14, 16, 1], [2, 12, 1, 17, 16]], None)
+    body = partial(of_rank, DENSE, [[1, 3, 14, 16, 1], [2, 12, 1, 17, 16]], None)
     ranks = on_ranks(body)
     assert [(equal, room) for equal, _, room in ranks] == [(True, 16)] * 2
     for (_, counters, _), unfit in zip(ranks, (0, 1), strict=True):
@@ -88,7 +99,7 @@ def test_all_ranks_have_room_for_the_fullest_pack() -> None:
 
 
 def test_ranks_run_graphs_with_collectives_eagerly_together() -> None:
-    ranks = on_ranks(partial(both, EXPERTS, [[1, 2, 2, 1, 2], [2, 1, 1, 3, 2]], 2))
+    ranks = on_ranks(partial(of_rank, EXPERTS, [[1, 2, 2, 1, 2], [2, 1, 1, 3, 2]], 2))
     assert [(equal, room) for equal, _, room in ranks] == [(True, 2)] * 2
     for _, counters, _ in ranks:
         expect(Counters(**counters), replayed=LAYERS * 2, mismatched=LAYERS, eager=LAYERS)
@@ -97,8 +108,7 @@ def test_ranks_run_graphs_with_collectives_eagerly_together() -> None:
 def test_a_pack_that_joins_samples_stays_eager(
     one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **DENSE)
-    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=True) as trainer:
+    with trainer_of_packs() as trainer:
         given = [pack_of((0, 4, TOKENS), tokens_per_sample=TOKENS // 2)] * 3
         numbers_of(trainer, given, partial(trainer.capture, TapeBackend()))
     assert "no graph takes tokens_per_sample of theirs" in caplog.text
@@ -107,8 +117,7 @@ def test_a_pack_that_joins_samples_stays_eager(
 
 def differing() -> Any:
     """Rank 1 has boundaries of keys of their own."""
-    shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **DENSE)
-    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=True) as trainer:
+    with trainer_of_packs() as trainer:
         given = [even(2) for _ in range(3)]
         for pack in given:
             pack.cu_seqlens_kv = pack.cu_seqlens_q.clone() if dist.get_rank() else pack.cu_seqlens_q
@@ -136,26 +145,16 @@ def test_a_pack_of_another_form_runs_eagerly(
 ) -> None:
     given = [even(2) for _ in range(4)]
     given[2] = None if change is None else pack_of((0, 2, TOKENS), **change)
-    runs = []
-    for graphs in (False, True):
-        shape = CpuModelConfig(layers=LAYERS, sequence_length=TOKENS, **DENSE)
-        with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=graphs) as trainer:
-            capture = partial(trainer.capture, TapeBackend()) if graphs else None
-            runs.append(numbers_of(trainer, given, capture))
-    assert runs[0] == runs[1] and said in caplog.text
-    expect(trainer.session.counters, replayed=LAYERS, mismatched=LAYERS)
+    equal, counters, _ = both(DENSE, given)
+    assert equal and said in caplog.text
+    expect(Counters(**counters), replayed=LAYERS, mismatched=LAYERS)
 
 
 def test_megatrons_helper_captures_packs(one_rank: None) -> None:
     """With a scope for some layers alone, and a verified replay."""
     runs = []
     for graphs in (False, True):
-        shape = CpuModelConfig(layers=3, sequence_length=TOKENS, **MIXED)
-        with (
-            packs_on_cpu(),
-            microbatch_of(1),
-            trainer_of(shape, micro_batch_size=1, graphs=graphs) as trainer,
-        ):
+        with microbatch_of(1), trainer_of_packs(MIXED, graphs=graphs, layers=3) as trainer:
             helper = helper_of(trainer, TapeBackend(), "attn:0-1", size=1) if graphs else None
             if helper is not None:
                 helper.steps.begin(0)
@@ -173,8 +172,7 @@ def test_only_kernels_whose_bits_are_equal_are_captured(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, has_another: bool
 ) -> None:
     """Where TE has no other kernel, it raises a ValueError."""
-    shape = CpuModelConfig(layers=1, sequence_length=TOKENS, **DENSE)
-    with packs_on_cpu(), trainer_of(shape, micro_batch_size=1, graphs=True) as trainer:
+    with trainer_of_packs(layers=1) as trainer:
 
         def capture() -> None:
             monkeypatch.setattr(packs, "fuses_attention", lambda: False)
