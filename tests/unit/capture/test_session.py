@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.transformer import cuda_graphs
 from torch._dynamo.testing import CompileCounter
 
 from megatron_cg.backends.base import CaptureRequest
@@ -53,8 +54,6 @@ def trainer(one_rank: None) -> Iterator[Any]:
 
 def state(trainer: Any) -> dict[str, Any]:
     """All that a capture may not change, by identity and in order where that matters."""
-    from megatron.core.transformer import cuda_graphs
-
     hooks = [
         (name, registry, key, Same(fn))
         for name, module in trainer.model.named_modules()

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy
 import torch
+from megatron.core import parallel_state, rerun_state_machine
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
+from megatron_cg.integrations.megatron.steps import repeat_if_needed
 from megatron_cg.tape.train import Trainer
 from megatron_cg.tape.training_plan import TrainingPlan
 
@@ -18,8 +24,6 @@ class MegatronTrainer(Trainer):
     """A trainer whose steps run as in ``train_step`` of ``megatron.training``."""
 
     def __init__(self, plan: TrainingPlan) -> None:
-        from megatron.core.distributed import finalize_model_grads
-
         super().__init__(plan)
         config: Any = self.model.config
         config.finalize_model_grads_func = finalize_model_grads
@@ -35,9 +39,6 @@ class MegatronTrainer(Trainer):
         """Runs before each forward pass of training."""
 
     def _step(self) -> tuple[float, float]:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.rerun_state_machine import get_rerun_state_machine
-
         while get_rerun_state_machine().should_run_forward_backward(self._batches):
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -59,8 +60,6 @@ class MegatronTrainer(Trainer):
         self._optimizer.step(sync_grad_before_optimizer_step=False)
 
     def _forward_step(self, batches: Iterator[Any], model: Any) -> Any:
-        from megatron.core.rerun_state_machine import get_rerun_state_machine
-
         if model.training:
             self.before(self.steps, self.trained % self.plan.microbatches)
             self.trained += 1
@@ -118,8 +117,6 @@ class _Graphs:
 
 
 def repeats(trainer: MegatronTrainer, *, verifies: bool = False) -> Callable[[], None]:
-    from megatron_cg.integrations.megatron.steps import repeat_if_needed
-
     graphs: Any = _Graphs(trainer)
     return repeat_if_needed([trainer.model], [trainer.optimizer], graphs, verifies=verifies)
 
@@ -127,9 +124,6 @@ def repeats(trainer: MegatronTrainer, *, verifies: bool = False) -> Callable[[],
 @contextmanager
 def trainer_of(plan: TrainingPlan) -> Iterator[MegatronTrainer]:
     """A trainer, with Megatron's state machine of reruns."""
-    from megatron.core import parallel_state, rerun_state_machine
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
     destroy_moe_metrics_tracker()
     rerun_state_machine.initialize_rerun_state_machine(
         mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS

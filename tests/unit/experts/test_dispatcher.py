@@ -9,8 +9,15 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_cg.experts import install as dispatcher
+from megatron_cg.experts import row_bound
+from megatron_cg.experts.grouped_gemm import GroupedGemm
 from megatron_cg.experts.install import DeviceCounts, DeviceDispatcher
 from tests.unit.grouped_linear import SETTINGS, _GroupedLinear
 from tests.unit.ranks import on_ranks
@@ -50,8 +57,6 @@ def routing_map(routing: Any, experts: int, rank: int) -> torch.Tensor:
 
 
 def make_config(ranks: int, experts: int) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     return TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -72,10 +77,6 @@ def eighths(*shape: int) -> torch.Tensor:
 def passed(
     kind: Any, gemm: Any, chosen: torch.Tensor, config: Any, drawn: Any = torch.randn
 ) -> list[torch.Tensor]:
-    from megatron.core.transformer import cuda_graphs
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
     ranks, rank = dist.get_world_size(), dist.get_rank()
     experts, groups = chosen.shape[1], get_default_pg_collection()
     local = experts // ranks
@@ -103,11 +104,6 @@ def passed(
 
 
 def compare() -> Any:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    from megatron_cg.experts.grouped_gemm import GroupedGemm
-
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     equal: dict[str, list[bool]] = {}
@@ -127,9 +123,6 @@ def compare() -> Any:
 
 def overflow() -> Any:
     """Exchange more rows than fit; write what is wrong with outputs and gradients."""
-    from megatron_cg.experts import row_bound
-    from megatron_cg.experts.grouped_gemm import GroupedGemm
-
     ranks, rank = dist.get_world_size(), dist.get_rank()
     row_bound.MULTIPLE, most = 1, TOKENS * TOPK
     wrong: list[str] = []

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.moe.router_trace import RouterTracer
 
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import HookError
@@ -104,8 +106,6 @@ def saved_bytes(trainer: Any) -> int:
 
 
 def fit(model: Model, way: str) -> dict[str, Any]:
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-
     ours, graphs = way != "megatron", way not in ("megatron", "eager")
     destroy_moe_metrics_tracker()
     lie, distance = list[Any](), grouped_gemm._distance
@@ -195,8 +195,6 @@ def test_layers_train_as_megatrons(ranks: int, model: str, way: str) -> None:
 def test_a_captured_router_has_no_trace(
     scopes: tuple[str, ...], one_rank: None, tmp_path: Path
 ) -> None:
-    from megatron.core.transformer.moe.router_trace import RouterTracer
-
     shape = CpuModelConfig(layers=LAYERS, experts=4, graph_modules=scopes)
     tracer = RouterTracer(str(tmp_path), STEPS, 0, training_mode=True)
     with trainer_of(shape, graphs=True) as trainer:

@@ -13,7 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers as linear
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, HookError, UnknownFsdpHookError, UpstreamChangedError
@@ -77,8 +79,6 @@ def test_a_member_of_megatron_fsdp_that_is_gone_is_named(
 
 
 def train(graphs: bool) -> dict[str, Any]:
-    from megatron.core.tensor_parallel import layers as linear
-
     with ExitStack() as undo:
         # Apex, without which Megatron makes no such layer; under Megatron-FSDP it is not called.
         undo.enter_context(patch.object(linear, "_grad_accum_fusion_available", True))
@@ -112,7 +112,6 @@ def test_a_layer_that_writes_its_gradient_by_itself_is_not_captured() -> None:
 
 def standalone_model() -> Any:
     import megatron_fsdp
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8), nn.Linear(4, 4))

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import multi_token_prediction as mtp
+from megatron.core.transformer.experimental_attention_variant import dsa
+from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as InPlace
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler as Replaced
 from torch import nn
 
 from megatron_cg.errors import NotRestoredError
@@ -141,8 +147,6 @@ def test_tensors_without_memory_to_copy_are_left_alone() -> None:
 
 
 def test_what_cannot_be_restored_does_not_stop_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer import multi_token_prediction as mtp
-
     class Sealed(type):
         def __setattr__(cls, name: str, value: Any) -> None:
             raise TypeError("sealed")
@@ -162,8 +166,6 @@ def test_what_cannot_be_restored_does_not_stop_the_rest(monkeypatch: pytest.Monk
 
 
 def test_generators_stay_those_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
     tracker, one = get_cuda_rng_tracker(), torch.Generator()
     monkeypatch.setattr(tracker, "states_", {"generator": one, "tensor": one.get_state()})
     before = one.get_state().tolist(), torch.get_rng_state().tolist()
@@ -177,8 +179,6 @@ def test_generators_stay_those_of_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_moe_metrics_in_place_and_new_ones_go() -> None:
-    from megatron.core.transformer.moe import moe_logging
-
     moe_logging.destroy_moe_metrics_tracker()
     state = StepState([])
     moe_logging.get_moe_metrics_tracker()
@@ -200,9 +200,6 @@ def test_moe_metrics_in_place_and_new_ones_go() -> None:
 )
 def test_sums_of_losses_for_the_log(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a release adds; a graph writes to the tensor that was there."""
-    from megatron.core.transformer import multi_token_prediction as mtp
-    from megatron.core.transformer.experimental_attention_variant import dsa
-
     if name == "NewHelper":
         new = type(name, (), {"tracker": {}, "scale": None, "__module__": mtp.__name__})
         monkeypatch.setattr(mtp, name, new, raising=False)
@@ -225,9 +222,6 @@ def test_sums_of_losses_for_the_log(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_scales_of_losses() -> None:
     """One that the schedule copies into, and one that it puts another tensor for."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as InPlace
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler as Replaced
-
     InPlace.main_loss_backward_scale, replaced = None, Replaced.main_loss_backward_scale
     for _ in range(2):
         state = StepState([])

@@ -18,12 +18,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import megatron_cg
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.experts.install import use_device_counts
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.tape.launch import run_processes
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.compare import Comparison, Run, compare, read_run
@@ -133,8 +138,6 @@ def short(training: Training) -> None:
 
 
 def saved(training: Training) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     if training.trainer.plan.model.under_v2:
         save_v2(training.trainer, training.directory / "saved")
     else:
@@ -143,8 +146,6 @@ def saved(training: Training) -> None:
 
 
 def loaded(training: Training) -> None:
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     if training.trainer.plan.model.under_v2:
         save_v2(training.trainer, training.directory / "saved", load=True)
     else:
@@ -158,8 +159,6 @@ def loaded(training: Training) -> None:
 
 def resumed(training: Training) -> None:
     """Go on in a model that was never trained like this one, as after a restart."""
-    from megatron.core import parallel_state
-
     training.close()
     parallel_state.destroy_model_parallel()
     plan = training.trainer.plan
@@ -225,10 +224,6 @@ def train_all(root: Path) -> None:
 
 
 def live(name: str, directory: Path, *, graphs: bool) -> None:
-    from megatron.core import parallel_state
-
-    from megatron_cg.experts.install import use_device_counts
-
     model = CpuModelConfig(layers=LAYERS, dropout=0.1, graph_modules=("attn", "mlp"))
     if name == "all at once":
         model = replace(model, experts=4, graph_modules=("attn", "moe_router"))
@@ -267,8 +262,6 @@ def train_life(name: str, training: Training, recorder: Recorder) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Run]]:
-    from megatron_cg.tape.launch import run_processes
-
     root = tmp_path_factory.mktemp("life")
     run_processes(partial(train_all, root), RANKS)
     return {n: (read_run(root / n / "eager"), read_run(root / n / "graphs")) for n in LIVES}
@@ -291,8 +284,6 @@ def test_a_life_with_graphs_is_the_eager_one(name: str, runs: dict[str, tuple[Ru
 
 
 def test_two_models_in_one_process_do_not_disturb_each_other(one_rank: None) -> None:
-    from megatron.core import parallel_state
-
     model = CpuModelConfig(layers=2, graph_modules=("attn", "mlp"))
     other = CpuModelConfig(
         layers=1, hidden_size=64, seed=5, experts=4, graph_modules=("attn", "moe_router")
@@ -406,8 +397,6 @@ Change = Callable[[Any], None]
 
 
 def play() -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     model = CpuModelConfig(layers=DEPTH, graph_modules=("attn", "mlp"), dropout=0.1)
 
     def run(policy: str | None, change: Change | None = None, moved: tuple[int, ...] = BOTH) -> Any:

@@ -13,6 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cg import restore
 from megatron_cg.backends import driver
@@ -20,6 +24,8 @@ from megatron_cg.capture.session import open_sessions
 from megatron_cg.errors import CaptureError, NotRestoredError
 from megatron_cg.fastpath import bucketing, optimizer_step
 from megatron_cg.fsdp import roles
+from megatron_cg.integrations.megatron import helper as megatrons_helper
+from megatron_cg.integrations.megatron import megatron_unit
 from megatron_cg.tape.tape_backend import is_recording
 from megatron_cg.tape.train import transformer_layers
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -62,16 +68,11 @@ CASES = [
 
 def call_that_fails(stage: str) -> tuple[Any, str, int]:
     """Owner, name, and which of its calls; forwards and backwards are two a pass."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from megatron_cg.integrations.megatron import helper, megatron_unit
-
     forward = (TransformerLayer, "_te_cuda_graph_capture")
     backward = (torch.autograd, "backward")
     return {
         "reading hooks": (roles, "unit_hooks", 2),
-        "sample inputs": (helper, "in_dtype", 1),
+        "sample inputs": (megatrons_helper, "in_dtype", 1),
         "before the first hook": (driver, "_check", 1),
         "warmup forward": (*forward, 2),
         "warmup backward": (*backward, 1),
@@ -107,8 +108,6 @@ def failing(owner: Any, name: str, number: int, error: BaseException) -> Iterato
 
 @contextmanager
 def megatron_with_tapes() -> Iterator[None]:
-    from megatron.core.transformer import cuda_graphs
-
     with (
         microbatch_of(2),
         patch.object(cuda_graphs, "HAVE_TE_GRAPHS", True),
@@ -132,8 +131,6 @@ def step(trainer: Any) -> list[Any]:
 
 def train_through_failures() -> list[dict[str, Any]]:
     """In one process: each step after another failed capture; then one that succeeds."""
-    from megatron.core import parallel_state
-
     messages = BufferingHandler(10_000)
     logging.getLogger("megatron_cg").addHandler(messages)
     eager_trainer = new_trainer()

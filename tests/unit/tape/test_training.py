@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import utils
+from megatron.core import parallel_state, utils
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +18,9 @@ from megatron_cg.tape import fakes
 from megatron_cg.tape.fakes import cpu_fakes
 from megatron_cg.tape.launch import run_processes
 from megatron_cg.tape.tape_backend import TapeBackend
+from megatron_cg.tape.train import batches
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
+from megatron_cg.tools.align.tape_run import train
 from megatron_cg.tools.record.compare import read_run
 
 CPU = torch.device("cpu")
@@ -137,8 +139,6 @@ SHARED = TrainingPlan(CpuModelConfig(layers=1, bf16=False), 4)
 def test_the_number_of_processes_does_not_matter_but_for_rounding(tmp_path: Path) -> None:
     """The collectives that the fakes lead to gloo sum what they should."""
     alone = replace(SHARED, micro_batch_size=2 * SHARED.micro_batch_size)
-    from megatron_cg.tools.align.tape_run import train
-
     run_processes(partial(train, SHARED, tmp_path / "shared"))
     run_processes(partial(train, alone, tmp_path / "alone"), processes=1)
     pair = [read_run(tmp_path / name)[0]["steps"] for name in ("shared", "alone")]
@@ -150,10 +150,6 @@ def test_the_number_of_processes_does_not_matter_but_for_rounding(tmp_path: Path
 
 
 def test_labels_are_the_next_tokens_and_the_text_begins_again(one_rank: None) -> None:
-    from megatron.core import parallel_state
-
-    from megatron_cg.tape.train import batches
-
     parallel_state.initialize_model_parallel()
     model = CpuModelConfig(sequence_length=10_000)
     endless = batches(TrainingPlan(model, micro_batch_size=2))

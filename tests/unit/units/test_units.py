@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel as Megatrons
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,8 +69,6 @@ def test_old_weights_are_refused(strategy: str, one_rank: None) -> None:
 
 
 def test_megatrons_own_data_parallel_is_refused() -> None:
-    from megatron.core.distributed import DistributedDataParallel as Megatrons
-
     wrapped = Megatrons.__new__(Megatrons)  # Without process groups.
     nn.Module.__init__(wrapped)
     wrapped.module = nn.Linear(2, 2)

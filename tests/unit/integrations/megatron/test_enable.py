@@ -13,8 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossAutoScaler,
+)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training import arguments, training
 
 import megatron_cg
@@ -160,12 +165,6 @@ def test_a_second_helper_of_a_model_replaces_the_first(trainer: Any) -> None:
 def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(
     trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.transformer.experimental_attention_variant.dsa import (
-        DSAIndexerLossAutoScaler,
-    )
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
     parallel_state.destroy_model_parallel()
     scalers: list[Any] = [MoEAuxLossAutoScaler, DSAIndexerLossAutoScaler]
     for scaler in scalers:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.training import training
 
 from megatron_cg.capture.session import Session
 from megatron_cg.consensus.exchange import Agreement
@@ -232,8 +233,6 @@ def test_a_step_inside_of_another_models_forgets_nothing_of_it(loop: Loop, share
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_is_what_train_step_does(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.training import training
-
     events: list[str] = []
     optimizer: Any = SimpleNamespace(step=lambda: events.append("optimizer"))
 
