@@ -98,20 +98,19 @@ def test_a_script_that_leaves_training_takes_its_graphs_along(align: Align, log:
 
 
 @pytest.mark.kills
-def test_an_error_on_one_rank_ends_the_run_with_its_name(align: Align, log: Log) -> None:
-    case = replace(LIFE["tensor-parallel"], name="raise")
-    assert_failed(align(case, mutation="raise@7"), "ForcedError: forced before step 7")
-    assert "rank 1: 1 sessions open before step 7" in log(case)
-    assert "rank 1: 0 sessions open at exit" in log(case)
-    assert OVERDUE not in log(case)
-
-
-@pytest.mark.kills
-def test_a_killed_rank_ends_the_run_and_is_named(align: Align, log: Log) -> None:
-    case = replace(LIFE["tensor-parallel"], name="kill")
-    assert_failed(align(case, mutation="kill@7"))
-    assert "rank 1: 1 sessions open before step 7" in log(case)
-    assert "Signal 9 (SIGKILL)" in log(case)
+@pytest.mark.parametrize(
+    ("end", "reason", "logged"),
+    [
+        ("raise", "ForcedError: forced before step 7", "rank 1: 0 sessions open at exit"),
+        ("kill", "", "Signal 9 (SIGKILL)"),
+    ],
+)
+def test_a_rank_that_raises_or_is_killed_ends_the_run_with_the_cause(
+    end: str, reason: str, logged: str, align: Align, log: Log
+) -> None:
+    case = replace(LIFE["tensor-parallel"], name=end)
+    assert_failed(align(case, mutation=f"{end}@7"), reason)
+    assert "rank 1: 1 sessions open before step 7" in log(case) and logged in log(case)
     assert OVERDUE not in log(case)
 
 

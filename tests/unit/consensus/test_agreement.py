@@ -19,6 +19,7 @@ from megatron_cg.consensus.decision import AgreementError, Kind, Vote, decide, d
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import CaptureError, PhaseError
 from megatron_cg.tape.launch import run_processes
+from megatron_cg.tape.tape_backend import Pool, recording
 from tests.unit.ranks import on_ranks
 
 pytestmark = pytest.mark.fault
@@ -244,8 +245,6 @@ def test_a_closed_agreement_leaves_nothing_open(outcome: Any) -> None:
 
 
 def test_no_vote_is_taken_while_a_graph_is_captured(one_rank: None) -> None:
-    from megatron_cg.tape.tape_backend import Pool, recording
-
     votes = Agreement(LONG)
     with recording(Pool(), torch.nn.Identity(), "a layer"):
         for call in (votes.ready, votes.confirm, votes.report_failure):

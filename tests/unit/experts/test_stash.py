@@ -70,7 +70,8 @@ def bound() -> RowBound:
     return bound
 
 
-def stash_of(bound: RowBound) -> Stash:
+@pytest.fixture
+def stash(bound: RowBound) -> Stash:
     assert bound.stash is not None
     return bound.stash
 
@@ -84,9 +85,8 @@ def passes(stash: Stash, *used: int) -> list[Pass]:
     ("order", "top"), [((2, 1, 0), 48), ((0, 2, 1), 80), ((1, 0, 2), 80)], ids=str
 )
 def test_room_is_free_at_once_below_the_last_pass_and_else_in_the_next_step(
-    bound: RowBound, order: Sequence[int], top: int
+    bound: RowBound, stash: Stash, order: Sequence[int], top: int
 ) -> None:
-    stash = stash_of(bound)
     made = passes(stash, 16, 32, 20)
     assert int(stash._top) == 80
     assert made[order[0]].is_right() and int(stash._top) == top
@@ -99,9 +99,8 @@ def test_room_is_free_at_once_below_the_last_pass_and_else_in_the_next_step(
 
 
 def test_a_pass_beyond_the_buffer_overwrites_none_and_the_next_step_forgets_it(
-    bound: RowBound,
+    bound: RowBound, stash: Stash
 ) -> None:
-    stash = stash_of(bound)
     made = passes(stash, 32, 31, 30, 29, 28)
     assert not bound.holds()
     excess = bound.exceeded()
@@ -115,8 +114,9 @@ def test_a_pass_beyond_the_buffer_overwrites_none_and_the_next_step_forgets_it(
     assert bound.holds() and passes(stash, 32)[0].is_right()
 
 
-def test_a_pass_that_fails_or_has_no_backward_leaves_nothing_behind(bound: RowBound) -> None:
-    stash = stash_of(bound)
+def test_a_pass_that_fails_or_has_no_backward_leaves_nothing_behind(
+    bound: RowBound, stash: Stash
+) -> None:
     made, layer = passes(stash, 32, 32), Layer()
     with suppress(ZeroDivisionError), stash.keeping(Experts(), torch.tensor([32]), ROWS, layer):
         torch.randn(ROWS, WIDTH, requires_grad=True).exp()
@@ -129,8 +129,8 @@ def test_a_pass_that_fails_or_has_no_backward_leaves_nothing_behind(bound: RowBo
     assert bound.holds() and all(one.is_right() for one in reversed(later))
 
 
-def test_each_capture_makes_its_own_memory_for_its_layers(bound: RowBound) -> None:
-    stash, layers = stash_of(bound), [Layer(), Layer()]
+def test_each_capture_makes_its_own_memory_for_its_layers(stash: Stash) -> None:
+    layers = [Layer(), Layer()]
     one = Pass(stash, layers[0], 32)
     stash.expect(layers)  # The first capture has failed.
     assert stash.rows == 128 and Pass(stash, layers[0], 31).is_right() and stash.rows == 256
@@ -143,9 +143,9 @@ def test_each_capture_makes_its_own_memory_for_its_layers(bound: RowBound) -> No
 
 
 @pytest.mark.parametrize("shape", [(2 * ROWS,), (6, 16)])
-def test_what_is_computed_of_weights_is_no_row(bound: RowBound, shape: tuple[int, ...]) -> None:
+def test_what_is_computed_of_weights_is_no_row(stash: Stash, shape: tuple[int, ...]) -> None:
     experts = WithWeights(*shape)
-    assert Pass(stash_of(bound), Layer(), 5, experts).is_right()
-    Pass(stash_of(bound), Layer(), 5, experts)  # without a backward pass
+    assert Pass(stash, Layer(), 5, experts).is_right()
+    Pass(stash, Layer(), 5, experts)  # without a backward pass
     gc.collect()
     assert experts.saved() is None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.consensus import exchange as agreement
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay.guard import Mismatch
@@ -89,8 +90,6 @@ def with_collectives() -> Any:
 
 def together() -> tuple[list[Any], list[str]]:
     """Of each step its votes, and losses of an eager run and this one; what is left behind."""
-    from megatron_cg.consensus.exchange import Agreement
-
     eager, run = with_collectives(), with_collectives()
     run.with_graphs(verify_interval=7)
     votes: list[str] = []

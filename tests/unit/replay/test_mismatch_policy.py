@@ -1,6 +1,5 @@
 """What a call of a unit does, what is said, and which unit is verified when, on all ranks."""
 
-import logging
 from functools import partial
 from itertools import count, pairwise
 from random import Random
@@ -25,7 +24,6 @@ from tests.unit.ranks import on_ranks
 from tests.unit.replay.test_eager_passes import UNIT, WRONG, graph_of, with_collectives
 from tests.unit.units import plain
 
-LOGGER = "megatron_cg.replay.mismatch_policy"
 MISMATCHES = [Mismatch("shape", f"argument {name}", "1", "2", "Cause.") for name in "ab"]
 CALLS = ("replay", "mismatch", "evaluation", "no graphs", "verified", "repeat", "error")
 
@@ -74,8 +72,7 @@ def test_what_was_deferred_is_issued_before_each_eager_pass_and_after_an_error(
     for seed in range(200):
         calls = Random(seed).choices(CALLS, k=12)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, LOGGER):
-            happened, counters = described(calls)
+        happened, counters = described(calls)
         assert happened == [each for call in calls for each in expected[call]], seed
         eager = [call for call in calls if expected[call][0] == "held"]
         assert counters.eager == len(eager) and counters.mismatched == calls.count("mismatch"), seed
@@ -116,11 +113,10 @@ def test_a_mismatch_ends_the_run_if_asked_for_or_if_ranks_cannot_agree(
 
 def test_units_with_the_same_mismatch_are_named_together(caplog: pytest.LogCaptureFixture) -> None:
     policy = MismatchPolicy(ReplayPolicy(), Counters())
-    with caplog.at_level(logging.WARNING, LOGGER):
-        for _ in range(3):
-            policy.begin_step()
-            for number in range(9, 13):
-                policy.mismatched(MISMATCHES[0], f"layers.{number}", collectives=False)
+    for _ in range(3):
+        policy.begin_step()
+        for number in range(9, 13):
+            policy.mismatched(MISMATCHES[0], f"layers.{number}", collectives=False)
     first, others = caplog.messages
     assert "no replay of layers.9: " in first and "of layers.10 to layers.12 for " in others
 
@@ -141,12 +137,15 @@ PAUSE = 15
 ORDERS = ([0, 1, 2], [0, 2], [0, 1], [0, 1, 1, 2])
 
 
+def verifications_of(units: int, interval: int | None) -> Any:
+    policy = ReplayPolicy("eager", interval)
+    made = MismatchPolicy(policy, Counters(), units=[Unit(UNIT, nn.Identity(), ())] * units)
+    return made.verifications
+
+
 @pytest.mark.parametrize("units", [1, 3, 20, 48])
 def test_each_unit_is_verified_soon_and_then_not_too_often(units: int) -> None:
-    policy = ReplayPolicy("eager", None)
-    verifications = MismatchPolicy(
-        policy, Counters(), units=[Unit(UNIT, nn.Identity(), ())] * units
-    ).verifications
+    verifications = verifications_of(units, None)
     steps: dict[int, list[int]] = {index: [] for index in range(units)}
     for step in range(1, 5001):
         verifications.begin_step()
@@ -161,10 +160,7 @@ def test_each_unit_is_verified_soon_and_then_not_too_often(units: int) -> None:
 
 @pytest.mark.parametrize("interval", [0, 1, 3])
 def test_every_so_many_steps_all_are_verified(interval: int) -> None:
-    policy = ReplayPolicy("eager", interval)
-    verifications = MismatchPolicy(
-        policy, Counters(), units=[Unit(UNIT, nn.Identity(), ())] * 2
-    ).verifications
+    verifications = verifications_of(2, interval)
     for step in range(1, 8):
         verifications.begin_step()
         verifications.ended(0, None, gradients=True)  # The first of several replays.

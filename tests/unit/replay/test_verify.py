@@ -14,6 +14,7 @@ from megatron_cg.errors import ReplayMismatchError
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import ROUNDS, _differences, verify
+from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import undone_after
 from tests.unit.backends.blocks import in_backward
@@ -36,8 +37,6 @@ def run(
     **fsdp_options: Any,
 ) -> tuple[list[Any], Any, Any]:
     from megatron.core.transformer.moe import moe_logging
-
-    from megatron_cg.tape.tape_backend import TapeBackend
 
     scopes = ("attn", "moe_router") if experts else ("attn", "mlp")
     model = CpuModelConfig(
@@ -191,8 +190,6 @@ def test_a_difference_counts_if_each_replay_has_it(
 def test_a_verification_runs_once_the_next_unit_is_gathered(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_cg.tape.tape_backend import TapeBackend
-
     model = CpuModelConfig(layers=3, graph_modules=("attn", "mlp"))
     with trainer_of(model, graphs=True) as trainer:
         trainer.step()

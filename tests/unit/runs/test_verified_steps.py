@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ReplayMismatchError
+from megatron_cg.replay.mismatch_policy import ReplayPolicy
 from megatron_cg.replay.verify import Digests
+from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import layers_of, trainer_of
@@ -67,10 +70,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 
 def train(fault: Fault | None, on_mismatch: Any, *, graphs: bool = True) -> dict[str, Any]:
     """Steps of which ``FAULTY`` has a fault, on rank 1 and in the second microbatch alone."""
-    from megatron_cg.consensus.exchange import Agreement
-    from megatron_cg.replay.mismatch_policy import ReplayPolicy
-    from megatron_cg.tape.tape_backend import TapeBackend
-
     policy = ReplayPolicy(on_mismatch, verify_interval=1, verify_steps=1)
     numbers, replayed, error, passes = list[Any](), list[int](), "", 0
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -177,12 +178,9 @@ def test_only_kernels_whose_bits_are_equal_are_captured(
         def capture() -> None:
             monkeypatch.setattr(packs, "fuses_attention", lambda: False)
             if not has_another:
-                monkeypatch.setattr(packs.Packs, "join", refusing)
+                none = ValueError("No dot product attention backend is available for these inputs.")
+                monkeypatch.setattr(packs.Packs, "join", MagicMock(side_effect=none))
             trainer.capture(TapeBackend())
 
         with pytest.raises(CaptureError, match="--attention-backend fused"):
             numbers_of(trainer, [even(2)] * 3, capture)
-
-
-def refusing(*_given: Any) -> None:
-    raise ValueError("No dot product attention backend is available for the provided inputs.")
