@@ -68,6 +68,7 @@ from torch import nn
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.gather import REPLACES_RELEASE
 from megatron_cg.fastpath.part import find_cell, hook_functions
+from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
 
@@ -257,6 +258,8 @@ class BucketSlice:
     def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:
         self.bucket, self.weights, self.places = bucket, weights, places
         self.others = frozenset(weights[:-1])
+        self.is_whole = len(weights) == bucket.size
+        self.scaled = ScaledCopies()
         self._shapes = [weight.shape for weight in weights]
         self._dtype = weights[0].dtype
 
@@ -286,6 +289,10 @@ class GradientBucketing:
         """Detached weights that have one part of their gradient and wait for the other part."""
         self.copies = 0
         """Number of fused copies so far."""
+        self.scales = False
+        """Whether copies of whole buckets scale; see ``scaled_copies.py``."""
+        self.scaled = 0
+        """Number of those that did."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
@@ -447,24 +454,42 @@ class GradientBucketing:
         bucket.begin(self._fsdp._params_require_handle_grad)
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
-        self._copy(bucket, part.weights, gradients)
-        self._tell(bucket, part.others, part.weights[-1])
+        whole = part.is_whole and self.scales and not bucket.handed_over
+        factor = self._copy(bucket, part.weights, gradients, part.scaled if whole else None)
+        buffer = bucket.gradients
+        if factor is None:
+            self._tell(bucket, part.others, part.weights[-1])
+            return
+        buffer.gradient_scaling_factor = None  # Megatron-FSDP reduces the bucket as it is.
+        try:
+            self._tell(bucket, part.others, part.weights[-1])
+        finally:
+            buffer.gradient_scaling_factor = factor
 
     @torch.no_grad()
     def _copy(
-        self, bucket: Bucket, weights: list[nn.Parameter], gradients: list[torch.Tensor]
-    ) -> None:
+        self,
+        bucket: Bucket,
+        weights: list[nn.Parameter],
+        gradients: list[torch.Tensor],
+        scaled: ScaledCopies | None = None,
+    ) -> float | None:
+        """Copy gradients; returns by what they were scaled, if all of a bucket may be scaled."""
         self._make_room(bucket)
         self.copies += 1
-        buffer = bucket.gradients
-        if buffer.is_data_distributed:
-            dtype = self._fsdp.param_and_grad_buffer.mp_policy.grad_comm_dtype
-            pieces = bucket.views(buffer.fetch_bucket(dtype=dtype), weights)
-            torch._foreach_copy_(pieces, gradients)
-        else:
-            # No other rank has a part of this buffer; it accumulates all microbatches of the step.
-            pieces = bucket.views(buffer.fetch_bucket(dtype=None), weights)
-            torch._foreach_add_(pieces, gradients)
+        buffer, store = bucket.gradients, self._fsdp.param_and_grad_buffer
+        # No other rank has a part of a buffer that is not distributed; it accumulates all
+        # microbatches of the step.
+        sums = not buffer.is_data_distributed
+        dtype = None if sums else store.mp_policy.grad_comm_dtype
+        pieces = bucket.views(buffer.fetch_bucket(dtype=dtype), weights)
+        if scaled is not None:
+            factor = factor_of(store, bucket.number, buffer, pieces[0].dtype)
+            if factor is not None and scaled.copy(pieces, gradients, factor, sums=sums):
+                self.scaled += 1
+                return factor
+        (torch._foreach_add_ if sums else torch._foreach_copy_)(pieces, gradients)
+        return None
 
     def _ready(self, bucket: Bucket) -> set[nn.Parameter]:
         """Megatron-FSDP's own set of parameters in the bucket, until it is reduced and freed."""

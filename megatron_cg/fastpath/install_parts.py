@@ -9,7 +9,14 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.backends.base import Backend
-from megatron_cg.fastpath import between_passes, bucketing, gather, optimizer_step, under_v2
+from megatron_cg.fastpath import (
+    between_passes,
+    bucketing,
+    gather,
+    optimizer_step,
+    scaled_copies,
+    under_v2,
+)
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
@@ -17,7 +24,7 @@ from megatron_cg.fastpath.optimizer_step import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError, unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guarded_graph import ReplayFunction
-from megatron_cg.upstream.patch import Undo
+from megatron_cg.upstream.patch import Undo, set_attribute
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -85,6 +92,7 @@ class FastPath:
         add("unshard", lambda: gather.install_unshard(fsdp, deferred), unsharding)
         # It has the fingerprint of what releases a unit, and so ends the wait of gradients.
         add("gradients", self._bucket_gradients, bucketing.REPLACES, needs=["unshard"])
+        add("scaled-copies", self._scale_copies, scaled_copies.REPLACES, needs=["gradients"])
         in_turn = fsdp.param_and_grad_buffer.double_buf_units
         if fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
             add("ordered-gradients", lambda: bucketing.order_copies(fsdp))
@@ -113,6 +121,10 @@ class FastPath:
             raise NotApplicableError("each gradient is checked for NaN by itself")
         self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
+
+    def _scale_copies(self) -> Undo:
+        scaled_copies.require_kernel()
+        return set_attribute(self.bucketing, "scales", True)
 
 
 def install_for(

@@ -11,8 +11,10 @@ from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.trainers import trainer_of
 
 NEEDED = {
-    "unshard": {"gradients", "detached-weights-of-graphs", "deferred-prefetch"},
-    "gradients": {"detached-weights-of-graphs", "deferred-prefetch"},
+    "unshard": {
+        *("gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"),
+    },
+    "gradients": {"scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"},
     "detached-weights-of-graphs": {"deferred-prefetch"},
 }
 

@@ -132,7 +132,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         )
         made_of = trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES)
         trainer = undo.enter_context(made_of)
-        steps, counters, parts = [], Counters(), list[str]()
+        steps, counters, parts, scaled = [], Counters(), list[str](), 0
         for step in range(STEPS):
             if graphs and step == WARMUP:
                 session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
@@ -149,7 +149,9 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = None in lie
         made: dict[str, Any] = {"peers": experts is not None and experts.peers is not None}
-        made |= {"device": device, "parts": list(parts), "kept": kept}
+        if parts and "gradients" in parts:
+            scaled = session.fast_path.bucketing.scaled
+        made |= {"device": device, "parts": list(parts), "kept": kept, "scaled": scaled}
         return {"copied": copied, "steps": steps, **made, **shown}
 
 
@@ -183,6 +185,8 @@ def check(found: dict[str, Any], model: Model, way: str) -> None:
     assert one["replayed"] == replayed * graphs
     fast = way in FAST and model.fsdp is not V2
     assert ("gradients" in one["parts"]) == fast
+    # The buckets of the experts and of the dense weights.
+    assert one["scaled"] == (2 * replayed if fast and model.options is AVERAGED else 0)
 
 
 @pytest.mark.parametrize(("ranks", "model", "way"), CASES)

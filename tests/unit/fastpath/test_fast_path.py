@@ -23,7 +23,7 @@ from tests.unit.ranks import on_ranks
 from tests.unit.trainers import layers_of, trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
-OF_GRADIENTS = {"gradients", "detached-weights-of-graphs", "deferred-prefetch"}
+OF_GRADIENTS = {"gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"}
 PARTS = {*OF_GRADIENTS, "unshard", "parameters", "main-gradients", "main-weights"}
 MANY: dict[str, Any] = {
     "experts": 16,

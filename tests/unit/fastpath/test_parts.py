@@ -124,8 +124,11 @@ ALL = [
     for symbol in importlib.import_module(name).RELIES_ON
     if symbol.fingerprints and symbol.distribution != "transformer-engine"
 ]
-WITH_GRADIENTS = {"gradients", "detached-weights-of-graphs", "deferred-prefetch"}
+WITH_GRADIENTS = {
+    *("gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"),
+}
 UNKNOWN = {
+    "_bucket_group_gradient_reduce": {"scaled-copies"},
     "_process_post_backward_gradients": WITH_GRADIENTS,
     "release_module_parameters": {"unshard", *WITH_GRADIENTS},
     "all_gather_params": {"deferred-prefetch"},
