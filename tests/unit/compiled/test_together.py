@@ -236,10 +236,6 @@ def test_the_error_comes_at_the_end_where_dynamo_does_not_compile(outcome: Any) 
         assert all(MISSED in error for error in errors)
 
 
-def set_hook(hook: Any) -> Any:
-    return torch._C._dynamo.eval_frame.set_guard_complete_hook(hook)
-
-
 def refused(text: str) -> None:
     with pytest.raises(PhaseError, match=text), compile_together():
         pass
@@ -254,7 +250,8 @@ def test_nothing_else_may_hold_the_hook_or_suppress_errors(one_rank: None) -> No
     assert torch.compiler.set_enable_guard_collectives(False)
     with torch._dynamo.config.patch(suppress_errors=True):
         refused(r"suppress_errors is on, .*suppress_errors = False .*TORCHDYNAMO_SUPPRESS_ERRORS")
-    assert set_hook(None) is None and applied() == before
+    hook = torch._C._dynamo.eval_frame.set_guard_complete_hook(None)
+    assert hook is None and applied() == before
 
 
 def test_a_number_of_seconds_is_refused_first() -> None:

@@ -152,9 +152,8 @@ store = "file://" + tempfile.mkdtemp() + "/store"
 torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
 fakes = cpu_fakes()
 fakes.__enter__()
-from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tape.train import Trainer
-from megatron_cg.tape.training_plan import TrainingPlan
+from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 
 trainer = Trainer(TrainingPlan(CpuModelConfig(layers=1)))
 trainer.step()

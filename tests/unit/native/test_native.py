@@ -12,6 +12,7 @@ from torch import nn
 from megatron_cg.backends.base import CaptureRequest, generators_of
 from megatron_cg.backends.driver import GraphResetError, _lies_in
 from megatron_cg.errors import CaptureError
+from megatron_cg.fsdp.roles import CAPTURE_TIME_KEYS
 from megatron_cg.native.native_backend import refuse
 from tests.unit.backends.blocks import small
 from tests.unit.backends.cuda_double import (
@@ -30,13 +31,9 @@ from tests.unit.units.plain import REPLAYED, Unit, assert_as_eager, units
 
 
 def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDouble) -> None:
-    streams = []
-
-    def hook(_module: nn.Module) -> None:
-        streams.append(cuda.stream)
-
-    keys = ("forward_pre_hooks", "backward_hooks")
-    capture(nn.Linear(4, 4), hooks=[{key: {0: hook} for key in keys}], warmups=1)
+    streams, keys = list[Any](), ("forward_pre_hooks", "backward_hooks")
+    hooks = {key: {0: lambda _: streams.append(cuda.stream)} for key in keys}
+    capture(nn.Linear(4, 4), hooks=[hooks], warmups=1)
     keeper, forward, backward = cuda.graphs
     assert {graph.pool for graph in cuda.graphs} == {(0, 1)} and cuda.users == {(0, 1): 3}
     assert keeper.stream is forward.stream is backward.stream is not DEFAULT
@@ -49,7 +46,7 @@ def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDoubl
 def test_garbage_is_collected_between_the_graphs_of_a_capture_and_not_in_one(
     cuda: CudaDouble,
 ) -> None:
-    inside, between = [], []
+    inside, between = list[bool](), list[bool]()
 
     class Layer(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,11 +54,8 @@ def test_garbage_is_collected_between_the_graphs_of_a_capture_and_not_in_one(
                 inside.append(gc.isenabled())
             return super().forward(x)
 
-    def hook(_module: nn.Module) -> None:
-        between.append(gc.isenabled())
-
-    keys = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-    capture(Layer(4, 4), hooks=[{key: {0: hook} for key in keys}])
+    hooks = {key: {0: lambda _: between.append(gc.isenabled())} for key in CAPTURE_TIME_KEYS}
+    capture(Layer(4, 4), hooks=[hooks])
     assert inside == [False] and between and all(between)
 
 
@@ -80,12 +74,9 @@ def test_the_pool_is_held_until_the_last_graph_is_reset(cuda: CudaDouble) -> Non
 
 def test_the_warmup_is_over_before_the_hooks_of_the_capture(cuda: CudaDouble) -> None:
     """FSDP's hooks free and write weights that kernels of the warmup may still read."""
-    running = []
-
-    def hook(_module: nn.Module) -> None:
-        running.append(bool(cuda.running))
-
-    capture(nn.Linear(4, 4), hooks=[{"forward_pre_hooks": {0: hook}}])
+    running = list[bool]()
+    note = {0: lambda _: running.append(bool(cuda.running))}
+    capture(nn.Linear(4, 4), hooks=[{"forward_pre_hooks": note}])
     assert running == [True] * WARMUPS + [False]
 
 

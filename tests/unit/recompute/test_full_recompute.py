@@ -136,18 +136,15 @@ def live(way: str) -> list[dict[str, Any]]:
             if graphs and step == DELETED:
                 session.close()
                 kept = []
-            numbers = [evaluated(trainer)] if step == VERIFIED else []
+            numbers = []
+            if step == VERIFIED:
+                numbers.append(evaluate(trainer).hex())
+                trainer.model.synchronize_param_gather()
             with half_a_batch(trainer, step == SHORT):
                 numbers += [number.hex() for number in trainer.step()]
             counters = {} if session is None else session.counters.as_dict()
             found.append({"numbers": numbers, "kept": kept, "counters": counters})
     return found
-
-
-def evaluated(trainer: Any) -> str:
-    loss = evaluate(trainer)
-    trainer.model.synchronize_param_gather()
-    return loss.hex()
 
 
 def activations(layer: Any) -> int:

@@ -370,25 +370,21 @@ def test_a_gather_that_fails_at_capture_is_the_error_that_is_told(
     trainer = new_trainer(CpuModelConfig(layers=2), graphs=True)
     losses = [trainer.step()[0]]
     pipeline = trainer.model.module.all_gather_pipeline
-    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no buffer for bucket"):
-        patch.setattr(pipeline, "get_fsdp_buffer", no_buffer(pipeline))
-        trainer.capture(TapeBackend())
-    losses += [trainer.step()[0] for _ in range(2)]
-    assert len(set(losses)) == 3
-
-
-def no_buffer(pipeline: Any) -> Any:
-    """``get_fsdp_buffer`` that fails once, as a gather asks that has marked its bucket by then."""
     own, failed = pipeline.get_fsdp_buffer, list[int]()
 
-    def get(bucket: int, bwd: bool = False) -> Any:
+    def no_buffer(bucket: int, bwd: bool = False) -> Any:
+        """Fails once, as a gather asks that has marked its bucket by then."""
         status = pipeline.bucket_status[pipeline.get_bucket_key(bucket, bwd)]
         if status.name == "COMMUNICATING" and not failed:
             failed.append(bucket)
             raise MemoryError(f"no buffer for bucket {bucket}")
         return own(bucket, bwd)
 
-    return get
+    with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no buffer for bucket"):
+        patch.setattr(pipeline, "get_fsdp_buffer", no_buffer)
+        trainer.capture(TapeBackend())
+    losses += [trainer.step()[0] for _ in range(2)]
+    assert len(set(losses)) == 3
 
 
 BEFORE, AFTER, DEPTH = 2, 2, 3
