@@ -71,7 +71,7 @@ class ScaledCopies:
     """Copies one operation's gradients to one bucket; see Note [Addresses of graphs]."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, ...], Any] = {}
+        self._tables: dict[tuple[object, ...], Any] = {}
 
     def copy(
         self,
@@ -89,18 +89,18 @@ class ScaledCopies:
             (torch._foreach_add_ if sums else torch._foreach_copy_)(pieces, gradients)
             torch._foreach_mul_(pieces, factor)
             return True
+        if not all(gradient.is_contiguous() for gradient in gradients):
+            return False
         # The pieces of a bucket are always at the same distances.
-        key = (pieces[0].data_ptr(), *[gradient.data_ptr() for gradient in gradients])
+        first = pieces[0]
+        key = (first.dtype, first.data_ptr(), *[gradient.data_ptr() for gradient in gradients])
         table = self._tables.get(key)
         if table is None:
-            if len(self._tables) == _TABLES or not _are_alike(pieces + gradients):
+            alike = {tensor.dtype for tensor in gradients} == {first.dtype}
+            if len(self._tables) == _TABLES or not alike:
                 return False
             from megatron_cg.fastpath.gradient_kernels import Table
 
             table = self._tables[key] = Table(pieces, gradients)
         table.write(pieces, factor, sums=sums)
         return True
-
-
-def _are_alike(tensors: list[torch.Tensor]) -> bool:
-    return len({one.dtype for one in tensors}) == 1 and all(t.is_contiguous() for t in tensors)
