@@ -16,8 +16,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(8)
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.seen: torch.Tensor
-        self.register_buffer("seen", torch.zeros(8))
+        self.seen: torch.Tensor = nn.Buffer(torch.zeros(8))
         self.calls = 0
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -135,11 +135,10 @@ def test_after_reset_call_and_pending_backward_raise(backend: Backend) -> None:
 class Rotary(nn.Module):
     """Complex rotary embedding; the backward pass multiplies by the conjugate of ``factors``."""
 
-    factors: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("factors", torch.polar(torch.ones(2), torch.arange(2.0)))
+        factors = torch.polar(torch.ones(2), torch.arange(2.0))
+        self.factors: torch.Tensor = nn.Buffer(factors)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         turned = torch.view_as_complex(x.unflatten(1, (2, 2))) * self.factors

@@ -232,8 +232,7 @@ def test_graphs_are_released_if_their_report_fails(trainer: Any) -> None:
 class HalfMade(TapeBackend):
     """Fails with a graph half made, which only a frame of its first error holds."""
 
-    def __init__(self) -> None:
-        self.memory: weakref.ref[torch.Tensor] | None = None
+    memory: weakref.ref[torch.Tensor] | None = None
 
     def capture(self, _request: CaptureRequest) -> Any:
         try:

@@ -27,17 +27,14 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Any
-        self.wide: Any
         self.made: Any
-        self.history: Any
-        self.register_buffer("seen", torch.zeros(2))
-        self.register_buffer("wide", torch.zeros(1).expand(3))
+        self.seen: Any = nn.Buffer(torch.zeros(2))
+        self.wide: Any = nn.Buffer(torch.zeros(1).expand(3))
         self.register_buffer("fixed", torch.inference_mode()(torch.zeros)(2))
 
         self.logits: Any = torch.zeros(2)
         self.steps, self.counts = 0, SimpleNamespace(steps=[0])
-        self.history = [torch.zeros(1)]
+        self.history: Any = [torch.zeros(1)]
         self.sums: dict[str, Any] = {"loss": torch.zeros(1), "of": {"layer": 0}, "none": None}
         # Transformer Engine's modules have such a dictionary, with objects of its own in it.
         tracker: Any = MoEMetricsTracker()

@@ -30,6 +30,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from megatron_cg.replay.plain import Contents, contents
 from tests.unit.counted import expect
+from tests.unit.replay.test_settings import to
 from tests.unit.units.plain import STEPS, WARMUP, WIDTH, Training, same
 
 CHANGED = WARMUP + 1
@@ -237,10 +238,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     "state: attribute": (lambda unit: setattr(unit, "skips", True), 1, "attribute skips"),
     "state: object": (lambda unit: setattr(unit.settings, "power", 0.5), 1, "settings.power"),
     "state: namespace": (lambda unit: setattr(unit.options, "power", 0.5), 1, "options.power"),
-    "state: object of a weight": (
-        lambda unit: setattr(unit.late.weight.settings, "power", 0.5),
-        *(1, "late.weight.settings.power"),
-    ),
+    "state: of a weight": (to("late.weight.settings.power", 0.5), 1, "late.weight.settings.power"),
     "state: slot": (lambda unit: setattr(unit.slots, "power", 0.5), 1, "slots.power"),
     "state: default": (lambda unit: setattr(unit.config, "power", 0.5), 1, "config.power"),
     "state: module in a list": (
@@ -297,10 +295,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
     ),
     "buffer": (lambda unit: setattr(unit, "table", torch.zeros(WIDTH)), 1, "table was the Tensor"),
     "attribute": (lambda unit: setattr(unit, "gain", torch.zeros(WIDTH)), 1, "gain was the Tensor"),
-    "forward": (
-        lambda unit: setattr(unit.act, "forward", torch.cos),
-        *(1, "own forward of act was none"),
-    ),
+    "forward": (to("act.forward", torch.cos), 1, "own forward of act was none"),
     "forward: compiled": (
         lambda unit: unit.act.compile(backend="eager"),
         *(1, "what compiles act was none"),

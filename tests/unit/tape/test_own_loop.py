@@ -54,11 +54,15 @@ def train(directory: Path) -> None:
 
     # What Megatron's router compiles takes longer than the steps.
     torch.compiler.set_stance("force_eager")
-    attention = without_channels(backends.DotProductAttention)
-    once = warmed_up_once(GuardedCapture.run)
+    attention, own = without_channels(backends.DotProductAttention), GuardedCapture.run
+
+    def warmed_up_once(self: Any, request: CaptureRequest, *args: Any, **more: Any) -> Any:
+        """Megatron's helper asks for four passes to warm up, for GPUs."""
+        return own(self, dataclasses.replace(request, warmups=1), *args, **more)
+
     with (
         replaced(backends, "DotProductAttention", attention),
-        replaced(GuardedCapture, "run", once),
+        replaced(GuardedCapture, "run", warmed_up_once),
     ):
         for name, runs in HERE.items():
             eager = [Run(dtype) for dtype in dict.fromkeys(run.dtype for run in runs)]
@@ -67,15 +71,6 @@ def train(directory: Path) -> None:
             train_all(GROUPS[name], [*eager, *runs], STEPS, folder)
             # The models never go, and each run's end collects garbage.
             gc.freeze()
-
-
-def warmed_up_once(run: Any) -> Any:
-    """``GuardedCapture.run``; Megatron's helper asks for four passes to warm up, for GPUs."""
-
-    def once(self: Any, request: CaptureRequest, *args: Any, **more: Any) -> Any:
-        return run(self, dataclasses.replace(request, warmups=1), *args, **more)
-
-    return once
 
 
 def without_channels(attention: Any) -> Any:

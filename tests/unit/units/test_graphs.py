@@ -216,9 +216,7 @@ def test_a_report_says_which_of_several_models_has_the_unit(
 
 
 class Waits(TapeBackend):
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits = 0
+    waits = 0
 
     def synchronize(self) -> None:
         self.waits += 1

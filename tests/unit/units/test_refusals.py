@@ -206,8 +206,7 @@ def trained(reads: Reads, *others: Any) -> Counters:
     training = Training(lambda: nn.ModuleList([Reading(reads)]), microbatch)
     training.optimizer = torch.optim.SGD(training.model[0].linear.parameters())
     with training.graphs() as graphs:
-        for _ in training.run(graphs):
-            pass
+        list(training.run(graphs))
         return graphs.counters
 
 
@@ -306,11 +305,9 @@ def test_what_other_leaves_of_autograd_cannot_stand_for_is_refused(way: str, wor
 class Caching(Unit):
     """Reads an argument after it has written a buffer."""
 
-    cache: torch.Tensor
-
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("cache", torch.zeros(plain.WIDTH))
+        self.cache: torch.Tensor = nn.Buffer(torch.zeros(plain.WIDTH))
 
     def forward(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         y = super().forward(x)

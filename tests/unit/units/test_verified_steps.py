@@ -21,8 +21,7 @@ class Counting(Unit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total: Any
-        self.register_buffer("total", torch.zeros(plain.WIDTH))
+        self.total: Any = torch.nn.Buffer(torch.zeros(plain.WIDTH))
         self.dropout = torch.nn.Dropout(0.1)
         self.mean = torch.nn.Parameter(torch.zeros(plain.WIDTH), requires_grad=False)
 
