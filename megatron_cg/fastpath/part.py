@@ -7,10 +7,12 @@ the functions inside it share its local variables as closure cells, one set for 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from operator import is_
 from types import CellType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from megatron_cg.fsdp.roles import PLACES, fsdp_function, fsdp_package_of
 from megatron_cg.hooks import innermost
@@ -51,6 +53,15 @@ def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
     raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")
 
 
+def are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a method of a module is as torch defines it."""
+    return getattr(function, "__globals__", None) is vars(torch_module)
+
+
 def float8_test(fsdp: Any) -> Callable[[nn.Parameter], bool]:
     module: Any = inspect.getmodule(type(fsdp.param_and_grad_buffer))
     test: Callable[[nn.Parameter], bool] = module.is_float8tensor
@@ -62,8 +73,10 @@ def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
 
     Does not check functions of modules that are not loaded, or of the other package.
     """
-    own, places = type(fsdp).__module__, [f"{place}." for place in PLACES]
-    others = tuple(place for place in places if not own.startswith(place))
+    own = [f"{kind.__module__}." for kind in type(fsdp).__mro__]
+    others = tuple(
+        f"{place}." for place in PLACES if not any(one.startswith(f"{place}.") for one in own)
+    )
     modules = ((symbol, symbol.path.partition(":")[0]) for symbol in symbols)
     here = [one for one, name in modules if name in sys.modules and not name.startswith(others)]
     unknown = [why for symbol in here if (why := symbol.unknown_body()) is not None]

@@ -15,7 +15,7 @@ from megatron_cg.fastpath import install_parts
 from megatron_cg.fastpath.between_passes import REPLACES_EXCHANGE
 from megatron_cg.fastpath.install_parts import install
 from megatron_cg.fastpath.optimizer_step import REPLACES_STEP
-from megatron_cg.fastpath.part import find_cell, hook_functions
+from megatron_cg.fastpath.part import find_cell, hook_functions, unknown_bodies
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -132,6 +132,7 @@ UNKNOWN = {
     "_process_post_backward_gradients": WITH_GRADIENTS,
     "release_module_parameters": {"unshard", *WITH_GRADIENTS},
     "all_gather_params": {"deferred-prefetch"},
+    "_root_pre_backward": {"training-states"},
     "update_main_grads": {"main-gradients"},
     "copy_main_weights_to_model_weights": {"main-weights"},
 }
@@ -218,6 +219,14 @@ def test_a_users_method_of_one_object_is_not_left_out(
     path = install(fsdp)
     assert f"another {name}" in path.left_out[part]
     path.close()
+
+
+def test_functions_of_a_users_subclass_are_compared(
+    fsdp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsdp.__class__ = type("Theirs", (type(fsdp),), {})
+    monkeypatch.setattr(Symbol, "unknown_body", lambda _: "another body")
+    assert {*unknown_bodies(REPLACES_EXCHANGE, fsdp)} == {"another body"}
 
 
 @pytest.mark.parametrize(
