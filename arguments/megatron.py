@@ -5,7 +5,7 @@ Relied on: megatron-core 0.19.2, the namespace of ``megatron.training.arguments`
 ``DistributedDataParallelConfig`` and ``OptimizerConfig``, which have the same names;
 ``decoder.layers`` of its models, and ``HybridModel``'s ``hybrid_layer_pattern``. What
 ``validate_args`` derives from other flags is derived here too, so all of them give the same
-:class:`RunArguments`.
+:class:`RunArguments`. Read by ``getattr`` is what it deletes after using it, or what 0.19.2 lacks.
 """
 
 import argparse
@@ -15,16 +15,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_cg.arguments import schema
 from megatron_cg.arguments.layers import decoder_symbols
 from megatron_cg.arguments.rules import notices, violations
-from megatron_cg.arguments.schema import (
-    BACKENDS,
-    SCOPES,
-    Environment,
-    GraphArguments,
-    RunArguments,
-    flag_of,
-)
 from megatron_cg.errors import ConfigurationError
 from megatron_cg.upstream.symbols import changed
 
@@ -36,7 +29,7 @@ PACKING = {
     "dataloader_inter_document_masking": "inter_document_masking",
 }
 """Megatron's flags, and what does the same in the dataset's config of Megatron-Bridge."""
-_FIELDS = [field.name for field in dataclasses.fields(RunArguments)]
+_FIELDS = [field.name for field in dataclasses.fields(schema.RunArguments)]
 
 _NOT_IN_CONFIGS = (
     *("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers", "te_rng_tracker"),
@@ -54,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for action in parser._actions:  # Texts of megatron-core 0.19.2 and 0.20 have "10%)" and "% m".
         action.help = action.help and re.sub(r"%(?![(%s])(?<!%%)", "%%", action.help)
     group = parser.add_argument_group(title="megatron_cg")
-    for field in dataclasses.fields(GraphArguments):
+    for field in dataclasses.fields(schema.GraphArguments):
         group.add_argument(
-            flag_of(field.name),
+            schema.flag_of(field.name),
             default=field.default,
             help=field.metadata["help"],
             **field.metadata["argparse"],
@@ -72,21 +65,21 @@ def wants_graphs(namespace: argparse.Namespace) -> bool:
     """
     if not getattr(namespace, "use_megatron_fsdp", False):
         return False
-    return RunArguments(use_megatron_fsdp=True, **_graph_settings(namespace)).wants_graphs
+    return schema.RunArguments(use_megatron_fsdp=True, **_graph_settings(namespace)).wants_graphs
 
 
-def read_graph(namespace: argparse.Namespace) -> GraphArguments:
+def read_graph(namespace: argparse.Namespace) -> schema.GraphArguments:
     given = {
         field.name: getattr(namespace, field.name)
-        for field in dataclasses.fields(GraphArguments)
+        for field in dataclasses.fields(schema.GraphArguments)
         if hasattr(namespace, field.name)
     }
     if "cg_layers" in given:
         given["cg_layers"] = tuple(given["cg_layers"])
-    return GraphArguments(**given)
+    return schema.GraphArguments(**given)
 
 
-def read_run(namespace: argparse.Namespace) -> RunArguments:
+def read_run(namespace: argparse.Namespace) -> schema.RunArguments:
     """Megatron's settings, with the same derivations as in ``validate_args``.
 
     Raises UpstreamChangedError when a required attribute of Megatron is missing.
@@ -96,7 +89,7 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         **_graph_settings(namespace),
         **_layer_settings(namespace),
         **_recompute_settings(namespace),
-        "megatron_fsdp_version": _optional(namespace, "megatron_fsdp_version") or 1,
+        "megatron_fsdp_version": getattr(namespace, "megatron_fsdp_version", None) or 1,
         "fsdp_double_buffer": _any(
             namespace, "fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer"
         ),
@@ -108,22 +101,22 @@ def read_run(namespace: argparse.Namespace) -> RunArguments:
         "moe_router_padding_for_quantization": _any(
             namespace, "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"
         ),
-        "moe_use_grouped_tensor": bool(_optional(namespace, "moe_use_grouped_tensor")),
+        "moe_use_grouped_tensor": bool(getattr(namespace, "moe_use_grouped_tensor", None)),
         "fp8_recipe": str(getattr(recipe, "value", recipe)),
         "attention_backend": str(getattr(kernels, "name", kernels or "auto")),
         "packs_sequences": _any(namespace, *PACKING),
-        "rotates_positions": _optional(namespace, "position_embedding_type")
+        "rotates_positions": getattr(namespace, "position_embedding_type", None)
         not in (None, "learned_absolute", "relative", "none"),
-        "micro_batch_size": _optional(namespace, "micro_batch_size") or 1,
+        "micro_batch_size": getattr(namespace, "micro_batch_size", None) or 1,
     }
     unchanged = {name: _get(namespace, name) for name in _FIELDS if name not in derived}
-    return RunArguments(**unchanged, **derived)
+    return schema.RunArguments(**unchanged, **derived)
 
 
 def validate(
     namespace: argparse.Namespace,
-    environment: Environment | None = None,
-    defaults: GraphArguments = GraphArguments(),  # noqa: B008
+    environment: schema.Environment | None = None,
+    defaults: schema.GraphArguments = schema.GraphArguments(),  # noqa: B008
 ) -> None:
     """Check a run before Megatron's ``validate_args``; notices go to the log of rank 0.
 
@@ -139,7 +132,7 @@ def validate(
     if not wants_graphs(namespace) and graph == others:
         return
     run = read_run(namespace)
-    environment = environment or Environment.read(BACKENDS[graph.cg_backend])
+    environment = environment or schema.Environment.read(schema.BACKENDS[graph.cg_backend])
     broken = violations(run, graph, environment)
     if broken:
         raise ConfigurationError(broken)
@@ -165,25 +158,20 @@ def _any(namespace: argparse.Namespace, *names: str) -> bool:
     return any(values)
 
 
-def _optional(namespace: argparse.Namespace, name: str) -> Any:
-    """An attribute that ``validate_args`` deletes after using it, or that 0.19.2 lacks."""
-    return getattr(namespace, name, None)
-
-
 def _graph_settings(namespace: argparse.Namespace) -> dict[str, Any]:
     """Implementation and scopes, from the current and the deprecated flags."""
     implementation = _get(namespace, "cuda_graph_impl")
-    if _optional(namespace, "external_cuda_graph"):
+    if getattr(namespace, "external_cuda_graph", None):
         implementation = "transformer_engine"
-    elif _optional(namespace, "enable_cuda_graph"):
+    elif getattr(namespace, "enable_cuda_graph", None):
         implementation = "local"
-    given = _optional(namespace, "cuda_graph_scope_deprecated")
+    given = getattr(namespace, "cuda_graph_scope_deprecated", None)
     modules = scope_names(_get(namespace, "cuda_graph_modules") if given is None else given)
     if "full_iteration" in modules and implementation in ("none", "local"):
         implementation = "full_iteration"
     return {
         "cuda_graph_impl": implementation,
-        "cuda_graph_modules": tuple(name for name in modules if name in SCOPES),
+        "cuda_graph_modules": tuple(name for name in modules if name in schema.SCOPES),
     }
 
 
@@ -219,7 +207,7 @@ def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:
     granularity = _get(namespace, "recompute_granularity")
     modules = _get(namespace, "recompute_modules")
     modules = ["core_attn"] if modules is None else list(modules)
-    if _optional(namespace, "recompute_activations"):
+    if getattr(namespace, "recompute_activations", None):
         granularity = "selective"
     if _get(namespace, "moe_layer_recompute") and granularity != "full":
         granularity = "selective"
@@ -227,7 +215,9 @@ def _recompute_settings(namespace: argparse.Namespace) -> dict[str, Any]:
     return {"recompute_granularity": granularity, "recompute_modules": tuple(modules)}
 
 
-def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None) -> RunArguments:
+def run_of(
+    model: Any, config: Any, ddp_config: Any, optimizer_config: Any = None
+) -> schema.RunArguments:
     """The settings of a model under Megatron-FSDP that was built in Python.
 
     ``model`` is megatron-core's, without its wrappers; it has ``decoder``. Raises
@@ -237,7 +227,7 @@ def run_of(model: Any, config: Any, ddp_config: Any, optimizer_config: Any = Non
     return dataclasses.replace(run, **_layers(model), use_megatron_fsdp=True)
 
 
-def run_of_configs(*configs: Any, **others: Any) -> RunArguments:
+def run_of_configs(*configs: Any, **others: Any) -> schema.RunArguments:
     """The same of configs that Megatron may not have completed yet (``__post_init__``).
 
     Where two have a field, the last counts. ``others`` are flags that none of them has.

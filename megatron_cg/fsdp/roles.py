@@ -35,15 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from megatron_cg.errors import (
-    LEAVE_LAYER_OUT,
-    WITHOUT_GRAPHS,
-    CaptureError,
-    HookError,
-    UnknownFsdpHookError,
-    UpstreamChangedError,
-    say,
-)
+from megatron_cg import errors
 from megatron_cg.hooks import HookKind, HookRecord, describe, innermost, is_idle, module_hooks
 from megatron_cg.replay.unit import ManualHook, Unit
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
@@ -156,13 +148,13 @@ def wrapped_handler(record: HookRecord, role: FsdpRole) -> Callable[..., Any]:
     return handler
 
 
-def _unknown(record: HookRecord, distribution: str, why: str) -> UnknownFsdpHookError:
+def _unknown(record: HookRecord, distribution: str, why: str) -> errors.UnknownFsdpHookError:
     version = installed_version(distribution) or "unknown version"
-    return UnknownFsdpHookError(
+    return errors.UnknownFsdpHookError(
         f"{distribution} {version} put the hook {describe(record.fn)} into {record.kind.value}, "
         f"and {why}. Running it in the wrong phase gives wrong gradients without an error, so "
         "capture stops here. Install a version that megatron-cg doctor knows. "
-        + say(WITHOUT_GRAPHS)
+        + errors.say(errors.WITHOUT_GRAPHS)
     )
 
 
@@ -223,21 +215,21 @@ def check_hook_of_unit(unit: nn.Module, record: HookRecord, name: str) -> None:
     The others stay on the unit, and run around the replay.
     """
     if record.kind is HookKind.BACKWARD and unit._is_full_backward_hook is False:
-        raise HookError(
+        raise errors.HookError(
             f"{name}: {describe(record.fn)} was registered with register_backward_hook, which "
             "uses the autograd node of the module's last operation. After capture that is the "
             "graph's node, so the hook would get other gradients. Register it with "
-            f"register_full_backward_hook, or {say(LEAVE_LAYER_OUT)}."
+            f"register_full_backward_hook, or {errors.say(errors.LEAVE_LAYER_OUT)}."
         )
 
 
-def never_called(name: str, module: nn.Module, record: HookRecord) -> HookError:
+def never_called(name: str, module: nn.Module, record: HookRecord) -> errors.HookError:
     """The error for a user's hook on a module inside the graph of the unit ``name``."""
-    return HookError(
+    return errors.HookError(
         f"{name}: {describe(record.fn)} is a {record.kind.value} hook on a {type(module).__name__} "
         "inside the part that becomes a CUDA graph. A replay runs no Python of that module, so the "
         "hook would no longer run after capture. Put it on the layer itself, where it runs around "
-        f"every replay, remove it, or {say(LEAVE_LAYER_OUT)}."
+        f"every replay, remove it, or {errors.say(errors.LEAVE_LAYER_OUT)}."
     )
 
 
@@ -248,7 +240,7 @@ AroundPass = Callable[[int, bool, bool], None]
 """Takes the index of the callable, whether the pass is a forward one, and whether it warms up."""
 
 
-class OutOfStepError(CaptureError):
+class OutOfStepError(errors.CaptureError):
     """A rank can no longer issue the same collectives as the others, and must not continue."""
 
 
@@ -315,7 +307,7 @@ class HookOrder:
             raise OutOfStepError(
                 f"one of the {key} of {self._request.label(layer)} raised {self._raised}. So this "
                 "rank may have left out collectives that the other ranks wait for, and training "
-                "cannot go on. " + say(WITHOUT_GRAPHS)
+                "cannot go on. " + errors.say(errors.WITHOUT_GRAPHS)
             ) from cause
 
     def _called(self, layer: int, key: str, module: nn.Module) -> None:
@@ -337,7 +329,7 @@ class HookOrder:
             raise
         self._position += 1
 
-    def _other_order(self, actual: str) -> UpstreamChangedError:
+    def _other_order(self, actual: str) -> errors.UpstreamChangedError:
         layer, key = self._entries[self._position] if not self.finished else (0, "")
         expected = f"{key} of {self._request.label(layer)}" if key else "no more hooks"
         return changed(

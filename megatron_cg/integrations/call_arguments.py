@@ -7,19 +7,11 @@ from os import fspath
 from typing import Any, Literal
 
 from megatron_cg import extensions
+from megatron_cg.arguments import schema
 from megatron_cg.arguments.layers import read_tokens
 from megatron_cg.arguments.megatron import PACKING
 from megatron_cg.arguments.rule import Configuration
 from megatron_cg.arguments.rules import extension_missing
-from megatron_cg.arguments.schema import (
-    Environment,
-    GraphArguments,
-    RunArguments,
-    Takes,
-    argument_of,
-    flag_of,
-    shared_by_ranks,
-)
 from megatron_cg.backends.base import Backend
 from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.errors import ArgumentError, Violation, Voice, speaking
@@ -37,8 +29,10 @@ _RENAMED = PACKING | {
     "disable_bias_linear": "add_bias_linear",
 }
 """Fields with another name than their flags."""
-_DEFAULTS = {one.name: one.default for one in (*fields(RunArguments), *fields(GraphArguments))}
-_FIELDS = {argument_of(field.name): field for field in fields(GraphArguments)}
+_DEFAULTS = {
+    one.name: one.default for one in (*fields(schema.RunArguments), *fields(schema.GraphArguments))
+}
+_FIELDS = {schema.argument_of(field.name): field for field in fields(schema.GraphArguments)}
 
 
 class CallVoice(Voice):
@@ -74,7 +68,7 @@ class CallVoice(Voice):
         key = _RENAMED.get(name, name)
         value = _value(name, _DEFAULTS.get(key), verb, words)
         if name.startswith("cg_"):
-            argument = argument_of(name)
+            argument = schema.argument_of(name)
             call = ENABLE if argument in _OF_ENABLE else self._call
             return f"{call}({argument}={value or '...'})"
         return self._places.get(key, key) + (f"={value}" if value else "")
@@ -82,7 +76,7 @@ class CallVoice(Voice):
 
 def _value(name: str, default: Any, verb: str, words: Sequence[str]) -> str:
     """A setting's value in Python; empty if it is only named."""
-    if name.startswith(("no_", "disable_")) or argument_of(name) == "fast_path":
+    if name.startswith(("no_", "disable_")) or schema.argument_of(name) == "fast_path":
         return str(verb == "drop")
     if verb == "drop":
         return "[]" if default == () else repr(default)
@@ -101,15 +95,15 @@ def settings_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_settings(given: Mapping[str, Any], call: str = ENABLE) -> list[Violation]:
-    absent = Environment(without=extensions.not_installed())
+    absent = schema.Environment(without=extensions.not_installed())
     with speaking(CallVoice(call)):
         if broken := list(_check_each(given, call)):
             return broken
-        settings = with_settings(GraphArguments(), given)
+        settings = with_settings(schema.GraphArguments(), given)
         return list(extension_missing(Configuration(graph=settings, environment=absent)))
 
 
-_BACKEND = Takes(
+_BACKEND = schema.Takes(
     lambda value: callable(getattr(value, "capture", None)),
     "a name, or has the method capture (megatron_cg.backends.base)",
     '"transformer_engine", or leave it out',
@@ -119,13 +113,13 @@ _BACKEND = Takes(
 def _check_each(given: Mapping[str, Any], call: str) -> Iterator[Violation]:
     for name, value in given.items():
         by_object = name == "backend" and call != ENABLE and not isinstance(value, str)
-        takes: Takes = _BACKEND if by_object else _FIELDS[name].metadata["takes"]
+        takes: schema.Takes = _BACKEND if by_object else _FIELDS[name].metadata["takes"]
         yield from takes.check(name, value)
         if name == "layers":
             yield from read_tokens(map(str, several(value)))[1]
 
 
-def with_settings(before: GraphArguments, given: Mapping[str, Any]) -> GraphArguments:
+def with_settings(before: schema.GraphArguments, given: Mapping[str, Any]) -> schema.GraphArguments:
     read: dict[str, Callable[[Any], Any]]
     read = {"layers": several, "record": fspath, "fast_path": operator.not_}
     made = {name: read[name](value) if name in read else value for name, value in given.items()}
@@ -166,11 +160,11 @@ def require_same(agreement: Agreement, call: str, given: Mapping[str, object]) -
     settings: dict[str, object] = {"call": call or "Megatron's training loop"}
     for name, value in given.items():
         is_folder = name.endswith("record") and value is not None
-        settings[name if call else flag_of(name)] = "given" if is_folder else value
-    agreement.require_same(settings | shared_by_ranks())
+        settings[name if call else schema.flag_of(name)] = "given" if is_folder else value
+    agreement.require_same(settings | schema.shared_by_ranks())
 
 
-def by_argument(given: GraphArguments) -> dict[str, object]:
+def by_argument(given: schema.GraphArguments) -> dict[str, object]:
     """Settings as arguments of the Python API: the inverse of :func:`with_settings`."""
     made = {name: getattr(given, field.name) for name, field in _FIELDS.items()}
     return made | {"fast_path": not given.cg_no_fsdp_fast_path}

@@ -19,15 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
+from megatron_cg import errors
 from megatron_cg.consensus.process_exit import arm_fast_exit
-from megatron_cg.errors import (
-    LEAVE_LAYER_OUT,
-    WITHOUT_GRAPHS,
-    ReplayMismatchError,
-    Voice,
-    current_voice,
-    ranged,
-)
 from megatron_cg.replay.guard import Mismatch, Objects
 from megatron_cg.replay.settings import settings_of
 from megatron_cg.replay.unit import Unit
@@ -87,7 +80,7 @@ class ReplayPolicy:
     """Steps between two verifications of all graphs; 0 means never, None one unit in turn."""
     verify_steps: int = 0
     """Steps from one that is trained twice and compared to the next; 0 means never."""
-    voice: Voice = field(default_factory=current_voice)
+    voice: errors.Voice = field(default_factory=errors.current_voice)
     """In which errors name settings, also those of a replay outside of a step."""
     again: str = ""
     """What a report adds if another capture could help."""
@@ -109,8 +102,7 @@ class Conditions:
 class Verifications:
     """The verifications of one session's graphs, by the index of their units.
 
-    ``interval`` is that of all graphs in steps; 0 means never, None one unit at a time. ``noted``
-    is that of the ranks' ``Agreement``.
+    ``interval`` is as ``verify_interval`` above; ``noted`` is that of the ranks' ``Agreement``.
     """
 
     def __init__(
@@ -213,7 +205,7 @@ class MismatchPolicy:
     def begin_step(self) -> None:
         for (clause, subject), units in self._likewise.items():
             text = "megatron_cg: no replay of %s for %s (%s) either."
-            logger.warning(text, ranged(units), subject, clause)
+            logger.warning(text, errors.ranged(units), subject, clause)
         self._likewise.clear()
         self._in_a_row = {layer: self._in_a_row.get(layer, 0) + 1 for layer in self._now}
         self.steps_in_a_row = max(self._in_a_row.values(), default=0)
@@ -283,11 +275,11 @@ class MismatchPolicy:
             raise self._error(
                 f"{text} The graph holds collectives, which no rank may run eagerly while others "
                 f"replay them, and not all ranks found the same ({error}).",
-                f"Or {LEAVE_LAYER_OUT}. {WITHOUT_GRAPHS}",
+                f"Or {errors.LEAVE_LAYER_OUT}. {errors.WITHOUT_GRAPHS}",
             ) from error
 
-    def _error(self, text: str, remedy: str = "") -> ReplayMismatchError:
-        return ReplayMismatchError(f"{text} {self._policy.voice.say(remedy)}".rstrip())
+    def _error(self, text: str, remedy: str = "") -> errors.ReplayMismatchError:
+        return errors.ReplayMismatchError(f"{text} {self._policy.voice.say(remedy)}".rstrip())
 
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1

@@ -35,12 +35,7 @@ from megatron_cg.consensus.exchange import Agreement
 from megatron_cg.extensions import allow_graphs_under_v2, recompute_in_layers
 from megatron_cg.fsdp.sharding import of_megatron
 from megatron_cg.integrations import repeated_step
-from megatron_cg.integrations.megatron.megatron_unit import (
-    ObservedInputs,
-    shared_experts_idle,
-    takes_packs,
-    units_of,
-)
+from megatron_cg.integrations.megatron import megatron_unit
 from megatron_cg.integrations.megatron.packs import agreed_packs
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 from megatron_cg.upstream.megatron import capturing_flag
@@ -180,7 +175,7 @@ class Trainer:
         fsdp: Any = megatron_fsdp.experimental if plan.model.under_v2 else megatron_fsdp
         fsdp.fully_shard_optimizer(self._optimizer)  # in place
         self._batches: Iterator[Any] = batches(plan)
-        self._inputs = ObservedInputs(transformer_layers(self.model))
+        self._inputs = megatron_unit.ObservedInputs(transformer_layers(self.model))
         self.session: Session | None = None
 
     def step(self) -> tuple[float, float]:
@@ -267,13 +262,15 @@ class Trainer:
         sharding = of_megatron(self.model)
         assert sharding is not None
         packs = None
-        if any(map(takes_packs, layers)):
+        if any(map(megatron_unit.takes_packs, layers)):
             tokens = self.plan.model.sequence_length
             packs = agreed_packs(self._inputs.packs, agreement, tokens, packed_samples)
-        session = Session(sharding, units_of(layers, packs), backend, agreement, **options)
+        session = Session(
+            sharding, megatron_unit.units_of(layers, packs), backend, agreement, **options
+        )
         with ExitStack() as lasting:
             args, kwargs = zip(*(self._samples(layer, packs) for layer in layers), strict=True)
-            lasting.callback(shared_experts_idle, layers)
+            lasting.callback(megatron_unit.shared_experts_idle, layers)
             lasting.callback(recompute_in_layers(self.model, self._inputs))
             if packs is not None:
                 lasting.callback(packs.install(self.model, layers))
@@ -305,6 +302,6 @@ class Trainer:
             inputs["rotary_pos_emb"] = gpt.rotary_pos_emb(shape.sequence_length)
             # The model passes one mask for the whole batch, so the graph uses that shape.
             inputs["attention_mask"] = inputs["attention_mask"][:1].clone()
-        if packs is not None and takes_packs(layer):
+        if packs is not None and megatron_unit.takes_packs(layer):
             inputs.update(packs.sample(torch.device("cpu")))
         return (hidden.requires_grad_(),), inputs

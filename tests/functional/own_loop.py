@@ -282,9 +282,9 @@ def enabled(backend: Any) -> Iterator[None]:
 @contextmanager
 def tapes() -> Iterator[None]:
     """Megatron's helper of a loop of one's own captures on tapes."""
-    from megatron_cg.integrations.megatron import patches
+    from megatron_cg.integrations import call_arguments
 
-    with replaced(patches, "backend_of", lambda _name: TapeBackend()):
+    with replaced(call_arguments, "backend_of", lambda _name: TapeBackend()):
         yield
 
 

@@ -33,16 +33,7 @@ from megatron_cg.errors import ConfigurationError, HookError, Violation, say, sp
 from megatron_cg.extensions import experts_of, recompute_in_layers
 from megatron_cg.fsdp.sharding import let_gradients_go, of_megatron
 from megatron_cg.integrations.call_arguments import ENABLE, CallVoice, by_argument, require_same
-from megatron_cg.integrations.megatron.megatron_unit import (
-    SCALE,
-    LayerScopes,
-    ObservedInputs,
-    require_forward_of_megatron,
-    shared_experts_idle,
-    takes_packs,
-    units_of,
-    without_unused_masks,
-)
+from megatron_cg.integrations.megatron import megatron_unit
 from megatron_cg.integrations.megatron.packs import Packs, agreed_packs
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
@@ -105,14 +96,16 @@ class FsdpHelper:
                 raise ConfigurationError([Violation("no-decoder", *_NO_DECODER, remedy)])
             sharding: Any = of_megatron(self.helper.model[0])
             self.fsdp: Any = sharding.wrapped
-            self._scopes = LayerScopes(self.helper, read_tokens(self.given.cg_layers)[0])
+            self._scopes = megatron_unit.LayerScopes(
+                self.helper, read_tokens(self.given.cg_layers)[0]
+            )
             self._layers: list[Any] = self.helper.flattened_callables
             if sharding.megatron_fsdp is None:  # Version 2 may not gather a layer by itself.
-                units = {unit.name: unit.layer for unit in units_of(self._layers)}
+                units = {unit.name: unit.layer for unit in megatron_unit.units_of(self._layers)}
                 if broken := list(sharding.refusals(units)):
                     raise ConfigurationError(broken)
-            require_forward_of_megatron(self._layers)
-            self._inputs = ObservedInputs(self._layers)
+            megatron_unit.require_forward_of_megatron(self._layers)
+            self._inputs = megatron_unit.ObservedInputs(self._layers)
             self._packs: Packs | None = None
             undo.callback(let_gradients_go(self.fsdp))
             self.controller = GraphController(
@@ -186,13 +179,13 @@ class FsdpHelper:
                 if key not in tables:
                     tables[key] = tree_map(torch.clone, table)
                 named[_TABLE] = tables[key]
-            if self._packs is not None and takes_packs(layer):
+            if self._packs is not None and megatron_unit.takes_packs(layer):
                 named |= self._packs.sample(sample_args[index][0].device)
         return in_dtype(sample_args, self.helper.config), sample_kwargs
 
     def _capture(self) -> Session:
         self._packs = None
-        if any(map(takes_packs, self._layers)):
+        if any(map(megatron_unit.takes_packs, self._layers)):
             # First: ranks vote on packs, whatever fails later on one of them.
             tokens, room = self.helper.seq_length, self.given.cg_packed_samples
             self._packs = agreed_packs(self._inputs.packs, self._agreement, tokens, room)
@@ -202,7 +195,7 @@ class FsdpHelper:
             captured.append(len(layers))
             return session.capture(request_of(layers, *args, **kwargs))
 
-        require_forward_of_megatron(self._layers)
+        megatron_unit.require_forward_of_megatron(self._layers)
         self.helper._capture_finished = False
         if hasattr(self.fsdp, "param_and_grad_buffer"):
             # A step begins by clearing gradients, and so does Megatron after a capture.
@@ -236,7 +229,7 @@ class FsdpHelper:
         assert sharding is not None
         return Session(
             sharding,
-            units_of(self._layers, self._packs),
+            megatron_unit.units_of(self._layers, self._packs),
             self._backend,
             self._agreement,
             run_remaining_hooks=given.cg_on_failure == "eager",
@@ -249,8 +242,8 @@ class FsdpHelper:
 
     @combined_undo
     def _change_layers(self) -> Iterator[Undo]:
-        yield without_unused_masks(self._layers, self._inputs)
-        yield partial(shared_experts_idle, self._layers)
+        yield megatron_unit.without_unused_masks(self._layers, self._inputs)
+        yield partial(megatron_unit.shared_experts_idle, self._layers)
         yield recompute_in_layers(self.helper.model[0], self._inputs)
         yield self._scopes.give(self._layers)
         if self._packs is not None:
@@ -341,7 +334,7 @@ def _make_loss_scales() -> None:
     no dimension, and a schedule could not copy into it.
     """
     for scaler in torch.autograd.Function.__subclasses__():
-        if getattr(scaler, SCALE, False) is None and hasattr(scaler, _SET_SCALE):
+        if getattr(scaler, megatron_unit.SCALE, False) is None and hasattr(scaler, _SET_SCALE):
             getattr(scaler, _SET_SCALE)(torch.ones(1, device=torch.cuda.current_device()))
 
 

@@ -33,16 +33,7 @@ from megatron_cg.arguments import schema
 from megatron_cg.capture.session import close_all_sessions
 from megatron_cg.errors import ConfigurationError, Violation, speaking
 from megatron_cg.fsdp.sharding import root_of
-from megatron_cg.integrations.call_arguments import (
-    ENABLE,
-    BackendName,
-    CallVoice,
-    backend_of,
-    check_settings,
-    refuse,
-    settings_in,
-    with_settings,
-)
+from megatron_cg.integrations import call_arguments
 from megatron_cg.integrations.megatron.steps import by_optimizer, by_train_step, repeat_steps
 from megatron_cg.integrations.teardown import close_for_the_end, graphs_close_in_time
 from megatron_cg.telemetry import follow_log, is_recorded
@@ -91,7 +82,7 @@ _NOT_RECORDED = Violation(
 def enable(
     *,
     layers: str | Sequence[str] | None = None,
-    backend: BackendName | None = None,
+    backend: call_arguments.BackendName | None = None,
     on_failure: schema.OnFailure | None = None,
     on_mismatch: schema.OnMismatch | None = None,
     verify_interval: int | None = None,
@@ -131,13 +122,13 @@ def enable(
             import of Megatron-Bridge raises it too.
     """
     global _enabled
-    given = settings_in(locals())
-    refuse(check_settings(given))
+    given = call_arguments.settings_in(locals())
+    call_arguments.refuse(call_arguments.check_settings(given))
     with ExitStack() as failed:
         here = _enabled or _Enabled()
         if here is not _enabled:
             failed.callback(here.undo.close)
-        settings = with_settings(here.settings, given)
+        settings = call_arguments.with_settings(here.settings, given)
         here.undo.callback(_build_models_for(settings, full_recompute=full_recompute))
         if here is not _enabled:
             here.install()
@@ -266,7 +257,7 @@ class _Enabled:
                 old(helper, *args, **kwargs)
             else:
                 own_loop = source is by_optimizer  # or Megatron-Bridge's
-                with speaking(CallVoice()) if own_loop else nullcontext():
+                with speaking(call_arguments.CallVoice()) if own_loop else nullcontext():
                     self._help(helper, partial(old, helper, *args, **kwargs), given, source)
 
         self.undo.callback(self._close_helpers)
@@ -282,9 +273,11 @@ class _Enabled:
         from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet
 
         model, settings = given["model"][0], self.settings
-        backend = backend_of(settings.cg_backend)
+        backend = call_arguments.backend_of(settings.cg_backend)
         in_own_loop = source is by_optimizer
-        agreement = meet(ENABLE if in_own_loop else "", backend.name, settings, given)
+        agreement = meet(
+            call_arguments.ENABLE if in_own_loop else "", backend.name, settings, given
+        )
 
         def made() -> Any:
             init()

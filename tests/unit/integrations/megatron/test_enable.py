@@ -45,7 +45,7 @@ LENGTH, LAYERS = 16, 2
 
 @pytest.fixture
 def trainer(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr("megatron_cg.integrations.megatron.patches.backend_of", lambda _: OneMask())
+    monkeypatch.setattr("megatron_cg.integrations.call_arguments.backend_of", lambda _: OneMask())
     model = CpuModelConfig(layers=LAYERS, graph_modules=("attn", "mlp"))
     megatron_cg.enable(backend="tape")
     with microbatch_of(2):
