@@ -3,9 +3,6 @@
 Scopes follow megatron-core 0.19.2: of GPT models ``get_gpt_decoder_layer_specs``
 (``moe_layer_freq``), of hybrid models ``hybrid_layer_allocation.Symbols``, and
 ``cuda_graphs._layer_is_graphable``.
-
-Grammar of ``--cg-layers``: ``SCOPE:RANGE[,RANGE...]`` where RANGE is ``N``, ``N-M`` or ``N-``,
-indices from 0, both ends included. A scope may be named more than once.
 """
 
 import re
@@ -107,7 +104,7 @@ class LayerSelection:
 
 
 def read_tokens(tokens: Iterable[str]) -> tuple[LayerSelection, tuple[Violation, ...]]:
-    """The selection from the well-formed tokens, and a violation for each other token."""
+    """The selection from well-formed tokens, also several of one scope; a violation for others."""
     selected: dict[str, list[range]] = {}
     broken: list[Violation] = []
     for token in tokens:
@@ -148,16 +145,9 @@ def available_scopes(run: RunArguments) -> tuple[frozenset[str], ...] | None:
         return tuple(_HYBRID[symbol] | _WHOLE for symbol in symbols)
     if run.custom_layers or run.num_layers is None:
         return None
-    expert_layers = _expert_layers(run, run.num_layers)
-    if expert_layers is None:
+    experts = run.moe_layer_freq if run.num_experts else (0,) * run.num_layers
+    if isinstance(experts, int) and experts > 0:
+        experts = tuple(n % experts == 0 for n in range(run.num_layers))
+    if isinstance(experts, int) or len(experts) != run.num_layers:
         return None
-    return tuple(
-        _ATTENTION | (_MOE if is_expert else _DENSE_MLP) | _WHOLE for is_expert in expert_layers
-    )
-
-
-def _expert_layers(run: RunArguments, num_layers: int) -> tuple[bool, ...] | None:
-    frequency = run.moe_layer_freq if run.num_experts else (0,) * num_layers
-    if not isinstance(frequency, int):
-        return tuple(map(bool, frequency)) if len(frequency) == num_layers else None
-    return tuple(n % frequency == 0 for n in range(num_layers)) if frequency > 0 else None
+    return tuple(_ATTENTION | (_MOE if has_them else _DENSE_MLP) | _WHOLE for has_them in experts)

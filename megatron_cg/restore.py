@@ -86,6 +86,13 @@ def put_back(tensor: torch.Tensor, memory: torch.Tensor, values: torch.Tensor) -
     write_back(tensor, values)
 
 
+def write_back_all(saved: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write what passes have overwritten back, all of it: memory, and what it held before."""
+    with Restores() as stack:
+        for memory, before in saved:
+            stack.restore("memory that a pass wrote to", write_back, memory, before)
+
+
 def write_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Write values that ``tensor`` had before into its memory."""
     # By ``data``, which no backward pass that is to come takes for a change.

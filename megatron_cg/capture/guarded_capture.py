@@ -101,23 +101,6 @@ def compiled_kept() -> AbstractContextManager[None]:
     return dynamo.config.patch(automatic_dynamic_shapes=False) if dynamo else nullcontext()
 
 
-def quiet_modules(
-    layers: Sequence[nn.Module],
-    modules: Sequence[nn.Module],
-    made_by_sharding: Callable[[Callable[..., Any]], bool],
-) -> Callable[[], None]:
-    """Remove the units' hooks and the sharding's hooks on modules below them; returns the undo.
-
-    The undo restores the hooks of all modules, since TE installs its own hooks on every module
-    below a callable during warmup and leaves them there if it fails.
-    """
-    snapshot = HookSnapshot(*modules)
-    for module in modules:
-        if module in layers or any(made_by_sharding(hook.fn) for hook in module_hooks(module)):
-            HookSnapshot(module).clear()
-    return snapshot.restore
-
-
 @contextmanager
 def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """No parameter has a gradient or a hook; what a backward pass leaves on them is removed."""
@@ -126,19 +109,6 @@ def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             stack.restore("a gradient", setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
         stack.callback(HookSnapshot(*parameters).clear())
-        yield
-
-
-@contextmanager
-def buffers_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore buffers on exit, since synthetic inputs change some (a router's token counts)."""
-    with Restores() as stack:
-        for module in modules:
-            held = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
-            label = f"of a {type(module).__name__}"
-            named = [(f"buffer {name} {label}", buffer) for name, buffer in held.items()]
-            stack.enter_context(values_kept(named))
-            stack.restore(f"buffers {label}", module._buffers.update, held)
         yield
 
 
@@ -182,12 +152,22 @@ class GuardedCapture:
     @contextmanager
     def _undone(self, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Undo what passes of ``layers`` change, which run without hooks and gradients."""
+        owns_hook = self._sharding.owns_hook
         modules = list(dict.fromkeys(module for layer in layers for module in layer.modules()))
         parameters = dict.fromkeys(p for module in modules for p in module.parameters(False))
         with Restores() as stack:
             stack.enter_context(without_gradients(list(parameters)))
-            stack.enter_context(buffers_kept(modules))
-            stack.callback(quiet_modules(layers, modules, self._sharding.owns_hook))
+            for module in modules:  # Synthetic inputs change some (a router's token counts).
+                buffers = {name: one for name, one in module._buffers.items() if one is not None}
+                label = f"of a {type(module).__name__}"
+                named = [(f"buffer {name} {label}", one) for name, one in buffers.items()]
+                stack.enter_context(values_kept(named))
+                stack.restore(f"buffers {label}", module._buffers.update, buffers)
+            # Of all modules: TE installs hooks on each during warmup, and leaves them if it fails.
+            stack.callback(HookSnapshot(*modules).restore)
+            for module in modules:
+                if module in layers or any(owns_hook(hook.fn) for hook in module_hooks(module)):
+                    HookSnapshot(module).clear()
             stack.enter_context(self._backend.preserved(layers))
             yield
 

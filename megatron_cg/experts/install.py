@@ -28,7 +28,6 @@ Note [Grouped GEMMs]
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
@@ -39,17 +38,10 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import nn
 
 from megatron_cg.errors import ConfigurationError, Violation, say
+from megatron_cg.experts import slots
 from megatron_cg.experts.grouped_gemm import GroupedGemm, on_device
 from megatron_cg.experts.row_bound import RowBound, clipped
 from megatron_cg.experts.rules import ROW_MULTIPLES, lacks_device_counts
-from megatron_cg.experts.slots import (
-    PeerMemory,
-    Places,
-    Transport,
-    by_all_to_all,
-    exchange,
-    find_places,
-)
 from megatron_cg.experts.stash import Stash
 from megatron_cg.upstream import patch
 from megatron_cg.upstream.megatron import is_capturing, relax_rules
@@ -131,15 +123,15 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Bounds what a slot, and all layers, have room for; None is room for any routing."""
     average: int
     """Rows that this rank sends, and receives on average."""
-    transport: Transport | None = None
+    transport: slots.Transport | None = None
     """The way to other ranks; None is :func:`by_all_to_all`."""
     gemm: KernelName = "torch"
     """What computes the experts."""
     multiple: int = 1
     """Each expert's rows begin at a multiple of it, and rows of zeros fill the gaps."""
     tokens_per_expert: torch.Tensor | None
-    _sent: Places
-    _received: Places
+    _sent: slots.Places
+    _received: slots.Places
     """Of the current pass; one rank alone has sorted rows already."""
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Any = None) -> Any:
@@ -211,22 +203,16 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """What keeps received rows; one rank alone has room for no others."""
         return self.bound.stash if self.bound is not None and self.ep_size > 1 else None
 
-    def keeping(self, experts: nn.Module) -> AbstractContextManager[None]:
-        """A block in which ``experts`` compute the received rows, and save them."""
-        counts = self.tokens_per_expert
-        if self.stash is None or counts is None or not is_capturing():
-            return nullcontext()
-        rows = len(self._received.in_slots)
-        return self.stash.keeping(experts, counts, rows, self)
-
     @property
     def _moves(self) -> bool:
         """Whether rows do not lie as experts need them; those of one rank are sorted already."""
         return self.ep_size > 1 or self.multiple > 1
 
-    def _exchange(self, rows: torch.Tensor, here: Places, there: Places) -> torch.Tensor:
-        transport = self.transport or partial(by_all_to_all, self.ep_group)
-        return exchange(rows, here, there, transport)
+    def _exchange(
+        self, rows: torch.Tensor, here: slots.Places, there: slots.Places
+    ) -> torch.Tensor:
+        transport = self.transport or partial(slots.by_all_to_all, self.ep_group)
+        return slots.exchange(rows, here, there, transport)
 
     def _find_places(self, sent: int) -> None:
         slot = largest_slot(sent, self.config.moe_router_topk, self.num_local_experts)
@@ -250,8 +236,8 @@ class DeviceDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             self.tokens_per_expert = self.tokens_per_expert + gaps
             rows += self.num_local_experts * self.multiple
             rows += -rows % _ROWS
-        self._sent = find_places(sends.unsqueeze(1), slot, sent, whole=True)
-        self._received = find_places(received, slot, rows, gaps=gaps)
+        self._sent = slots.find_places(sends.unsqueeze(1), slot, sent, whole=True)
+        self._received = slots.find_places(received, slot, rows, gaps=gaps)
 
 
 @patch.combined_undo
@@ -283,7 +269,7 @@ def use_device_counts(
     for symbol in (*((_LAYER_OF_TE,) if passes else ()), *DISPATCHING):
         symbol.require_known_body()
     # Not by name: after destroy_process_group(), new groups have the names of earlier ones.
-    of_group = cache(PeerMemory)
+    of_group = cache(slots.PeerMemory)
 
     def make_dispatcher(*args: Any, **named: Any) -> Any:
         config = named.get("config")
@@ -315,9 +301,11 @@ def use_device_counts(
 def _keeping_rows(compute: Callable[..., Any], layer: Any, *args: Any, **named: Any) -> Any:
     """``MoELayer.routed_experts_compute``, which saves used rows alone; see ``stash.py``."""
     dispatcher = layer.token_dispatcher
-    if not isinstance(dispatcher, DeviceDispatcher):
+    stash = dispatcher.stash if isinstance(dispatcher, DeviceDispatcher) else None
+    if stash is None or dispatcher.tokens_per_expert is None or not is_capturing():
         return compute(layer, *args, **named)
-    with dispatcher.keeping(layer.experts):
+    counts, rows = dispatcher.tokens_per_expert, len(dispatcher._received.in_slots)
+    with stash.keeping(layer.experts, counts, rows, dispatcher):
         return compute(layer, *args, **named)
 
 
@@ -370,7 +358,7 @@ class ModelExperts:
 
     gemm: KernelName
     bound: RowBound | None
-    peers: PeerMemory | None
+    peers: slots.PeerMemory | None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -399,7 +387,7 @@ class ModelExperts:
             one.forget()
 
     @property
-    def _memories(self) -> list[PeerMemory | Stash]:
+    def _memories(self) -> list[slots.PeerMemory | Stash]:
         stash = None if self.bound is None else self.bound.stash
         return [one for one in (self.peers, stash) if one is not None]
 
@@ -409,7 +397,7 @@ def experts_of(model: nn.Module) -> ModelExperts | None:
     for module in model.modules():
         made = getattr(module, "token_dispatcher", None)
         if isinstance(made, DeviceDispatcher):
-            peers = made.transport if isinstance(made.transport, PeerMemory) else None
+            peers = made.transport if isinstance(made.transport, slots.PeerMemory) else None
             return ModelExperts(made.gemm, made.bound, peers)
     return None
 

@@ -144,9 +144,8 @@ def find_places(
 
 def exchange(rows: torch.Tensor, here: Places, there: Places, transport: Transport) -> torch.Tensor:
     """Let ``transport`` send rows, with autograd. All ranks call it, with slots of one size."""
-    apply: Any = _Exchange.apply
-    result: torch.Tensor = apply(rows, transport, *here, *there)
-    return result
+    apply: Callable[..., torch.Tensor] = _Exchange.apply
+    return apply(rows, transport, *here, *there)
 
 
 class _Exchange(torch.autograd.Function):

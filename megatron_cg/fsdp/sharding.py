@@ -25,7 +25,6 @@ from megatron_cg.errors import Violation
 from megatron_cg.extensions import sharding_by_fsdp2, sharding_by_v2
 from megatron_cg.fsdp import roles
 from megatron_cg.hooks import HookRecord, is_idle, module_hooks
-from megatron_cg.replay.borders import exchanges
 from megatron_cg.replay.guard import Watched, is_quantized
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, replace_function, set_attribute
@@ -123,7 +122,9 @@ class Sharding:
         for module in unit.graphed:
             if module is not unit.layer:
                 for record in self._of_user(module):
-                    if not exchanges(record.fn) and not is_idle(record.fn):
+                    home = getattr(record.fn, "__module__", "")
+                    # Those of ``parallelize_module`` are a part of what the module computes.
+                    if not home.startswith("torch.distributed.tensor.") and not is_idle(record.fn):
                         raise roles.never_called(unit.name, module, record)
         return roles.UnitHooks({key: {} for key in roles.CAPTURE_TIME_KEYS})
 

@@ -142,7 +142,7 @@ class PassedOn(torch.autograd.Function):
         return None if gradient is None else ctx.give(gradient), None, None
 
 
-pass_on: Any = PassedOn.apply
+pass_on: Callable[..., torch.Tensor] = PassedOn.apply
 """Takes the arguments of its forward, without ``ctx``."""
 
 
@@ -195,11 +195,6 @@ def laid_out(tensor: Any, spec: Any) -> Any:
 def same_placements(*specs: Any) -> bool:
     one, two = (spec and (spec.mesh, spec.placements) for spec in specs)
     return bool(one == two)
-
-
-def exchanges(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is of ``parallelize_module``, and so a part of what the module computes."""
-    return getattr(hook, "__module__", "").startswith("torch.distributed.tensor.")
 
 
 def ranks_of_meshes(module: nn.Module) -> set[int]:

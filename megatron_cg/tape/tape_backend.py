@@ -31,7 +31,7 @@ from megatron_cg.backends import calls, driver
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.errors import CaptureError, HostSyncError, MegatronCGError, say
 from megatron_cg.replay.borders import ranks_of_meshes
-from megatron_cg.restore import Restores, write_back
+from megatron_cg.restore import write_back_all
 from megatron_cg.upstream.patch import Undo, combined_undo, set_attribute, undone_after
 
 #: Every byte of poisoned memory: NaN in each of torch's floating dtypes, -1 in the signed ones.
@@ -116,23 +116,20 @@ class Pool:
         """
         storage = self._own.get(slot.key)
         if storage is None:
-            storage = self._outside_storage(slot.key)
+            outside = self._outside[slot.key]
+            storage = outside.reference.storage()
+            if storage is None or storage.data_ptr() != outside.address:
+                raise FreedStorageError(
+                    f"the memory of {outside.nbytes} bytes that {outside.first_use} used when it "
+                    "was recorded was freed since; a CUDA graph would read or write whatever lies "
+                    "at the old address. Keep the buffer in place: with Megatron-FSDP "
+                    f"{say(_IN_PLACE)}."
+                )
         tensor = _empty(0, dtype=slot.dtype)
         tensor.set_(storage, slot.offset, slot.size, slot.stride)
         if slot.conjugated:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if slot.negated else tensor
-
-    def _outside_storage(self, key: int) -> torch.UntypedStorage:
-        outside = self._outside[key]
-        storage = outside.reference.storage()
-        if storage is not None and storage.data_ptr() == outside.address:
-            return storage
-        raise FreedStorageError(
-            f"the memory of {outside.nbytes} bytes that {outside.first_use} used when it was "
-            "recorded was freed since; a CUDA graph would read or write whatever lies at the old "
-            f"address. Keep the buffer in place: with Megatron-FSDP {say(_IN_PLACE)}."
-        )
 
     def poison(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -328,7 +325,7 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
             yield recorder.tape
     finally:
         _here.recorders.pop()
-        recorder.put_back()
+        write_back_all(recorder.before.values())
 
 
 class _Recorder(calls.CallMode):
@@ -339,7 +336,8 @@ class _Recorder(calls.CallMode):
         self.tape, self._root = tape, root
         self._constants = ranks_of_meshes(root)
         """Storages whose values are made from numbers alone; see Note [Where a tensor is]."""
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The memory outside the pool that recording wrote, and what it held."""
 
     def run(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.lift_fresh.default:
@@ -427,16 +425,10 @@ class _Recorder(calls.CallMode):
     def _save_outside(self, writes: list[torch.Tensor]) -> None:
         for tensor in writes:
             storage = tensor.untyped_storage()
-            if self.tape.pool.owns(storage) or storage._cdata in self._before:
+            if self.tape.pool.owns(storage) or storage._cdata in self.before:
                 continue
             memory = window(storage)
-            self._before[storage._cdata] = (memory, memory.clone())
-
-    def put_back(self) -> None:
-        """Restore the memory outside the pool that recording wrote."""
-        with Restores() as stack:
-            for memory, before in self._before.values():
-                stack.restore("memory that a pass wrote to", write_back, memory, before)
+            self.before[storage._cdata] = (memory, memory.clone())
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
@@ -500,6 +492,7 @@ class TapeRecorder(driver.Recorder):
         A storage that was released later is dead before the next tape.
         """
         at = {id(tape): number for number, tape in enumerate(self._tapes)}
+        never = len(self._tapes) + 1
         for item in samples:
             forward, backward = item.forward, item.backward
             assert isinstance(forward, Tape) and isinstance(backward, Tape)
@@ -507,7 +500,10 @@ class TapeRecorder(driver.Recorder):
             saved = forward.made & backward.used
             forward.dead_after = frozenset(forward.made - saved - outputs)
             end = at[id(backward)] + 1
-            dies = self._ends_of((*item.outputs, *item.grad_inputs))
+            dies: dict[int, int] = {}
+            for result in (*item.outputs, *item.grad_inputs):
+                for key in storage_keys((result,)):  # It dies with the last of its tensors.
+                    dies[key] = max(dies.get(key, 0), self._released.get(id(result), never))
             own = backward.made | saved | outputs
             backward.dead_after = frozenset(key for key in own if dies.get(key, end) <= end)
             for key, number in dies.items():
@@ -523,12 +519,3 @@ class TapeRecorder(driver.Recorder):
             for tape in (item.forward, item.backward):
                 assert isinstance(tape, Tape)
                 self._pool.poison(tape.made)
-
-    def _ends_of(self, results: driver.Tensors) -> dict[int, int]:
-        """The release of each storage of ``results``: when the last of its tensors is released."""
-        never = len(self._tapes) + 1
-        ends: dict[int, int] = {}
-        for result in results:
-            for key in storage_keys((result,)):
-                ends[key] = max(ends.get(key, 0), self._released.get(id(result), never))
-        return ends

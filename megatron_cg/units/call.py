@@ -126,15 +126,11 @@ def in_parts(value: Any) -> Any:
         return kind(map(in_parts, value))
     if kind is dict:
         return {key: in_parts(one) for key, one in value.items()}
-    if isinstance(value, UserDict) and _is_items_alone(value):
+    # One that is its items alone; Gemma 4 has such for keys and values.
+    is_items = isinstance(value, UserDict) and kind.__init__ is UserDict.__init__
+    if is_items and [*vars(value)] == ["data"] and all(type(key) is str for key in value):
         return Parts(kind, {key: in_parts(one) for key, one in value.items()})
     return value
-
-
-def _is_items_alone(value: UserDict[Any, Any]) -> bool:
-    """Whether another one with these items is the same; Gemma 4 has such for keys and values."""
-    own = type(value).__init__ is UserDict.__init__ and [*vars(value)] == ["data"]
-    return own and all(type(key) is str for key in value)
 
 
 def _opened(value: Any, depth: int) -> Any:
@@ -148,16 +144,13 @@ def _opened(value: Any, depth: int) -> Any:
     parts = {name: _opened(cell.cell_contents, depth - 1) for name, cell in cells}
     read = {name: scope[name] for name in _globals_of(whole.code) if name in scope}
     for name, one in read.items():
-        if not isinstance(one, _FIXED):
-            parts[f"{name} (global)"] = _global(one, depth - 1)
+        if type(one) is FunctionType and not one.__closure__:
+            parts[f"{name} (global)"] = _opened(one, depth - 1)
+        elif not isinstance(one, _FIXED):
+            # What cannot be compared is its class, which no graph takes.
+            can_be_compared = all(map(is_plain, pytree.tree_leaves(one)))
+            parts[f"{name} (global)"] = one if can_be_compared else type(one)
     return Parts(whole, parts)
-
-
-def _global(value: Any, depth: int) -> Any:
-    """A global value to compare, or its class if it cannot be compared, which no graph takes."""
-    if type(value) is FunctionType and not value.__closure__:
-        return _opened(value, depth)
-    return value if all(map(is_plain, pytree.tree_leaves(value))) else type(value)
 
 
 @cache  # For each ``def``, since each call of a unit asks.

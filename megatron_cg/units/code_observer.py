@@ -31,7 +31,7 @@ from megatron_cg.replay.guard import GLOBAL_HOOKS, Addresses, Entry, Watched
 from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_deep, is_known, package_of
 from megatron_cg.replay.settings import SDPA, Switches
 from megatron_cg.replay.unit import Unit
-from megatron_cg.restore import Restores, values_kept, write_back
+from megatron_cg.restore import Restores, values_kept, write_back_all
 from megatron_cg.units.held import functions_in, instances, leaves_held, nothing_frozen
 from megatron_cg.units.python_state import PythonState
 from megatron_cg.upstream import patch
@@ -96,12 +96,12 @@ class Operations(CallMode):
 
     def restore(self) -> None:
         """Restore all memory that was written to and that the block has not made."""
-        _write_back([*self._saved.values()])
+        write_back_all(self._saved.values())
         self._saved.clear()
 
     def restore_parameters(self) -> None:
         """Restore what the pass that ends has written into parameters."""
-        _write_back(self._of_pass)
+        write_back_all(self._of_pass)
         self._of_pass.clear()
 
     def left(self) -> list[torch.UntypedStorage]:
@@ -357,12 +357,6 @@ class CodeObserver:
                 )
 
 
-def _write_back(saved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with Restores() as stack:
-        for memory, before in saved:
-            stack.restore("memory that an operation wrote to", write_back, memory, before)
-
-
 _CONTAINERS = (list, tuple, dict, set)
 
 
@@ -410,8 +404,7 @@ def key_of(tensor: torch.Tensor) -> int | None:
     tensor = local(tensor)
     if tensor is None or tensor.layout is not torch.strided or tensor.is_meta:
         return None
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return int(tensor.untyped_storage()._cdata)
 
 
 def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:

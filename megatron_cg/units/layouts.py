@@ -287,8 +287,7 @@ def _mismatch(name: str, expected: object, actual: object) -> Mismatch:
 
 
 def _laid_out(tensor: torch.Tensor, strides: Strides) -> torch.Tensor:
-    made: torch.Tensor = pass_on(tensor, same_memory, partial(_copied_to, strides))
-    return made
+    return pass_on(tensor, same_memory, partial(_copied_to, strides))
 
 
 def _copied_to(strides: Strides, gradient: torch.Tensor) -> torch.Tensor:
@@ -317,8 +316,7 @@ def awaited(tensor: torch.Tensor, spec: Any = None) -> torch.Tensor:
     def give(gradient: torch.Tensor) -> Any:
         return laid_out(gradient.clone() if copies else gradient, spec)  # See the notes on leaves.
 
-    made: torch.Tensor = pass_on(tensor, lambda outer: same_memory(local(outer)), give)
-    return made
+    return pass_on(tensor, lambda outer: same_memory(local(outer)), give)
 
 
 def is_plain_tensor(value: Any) -> bool:
@@ -384,12 +382,9 @@ class Layout(Input):
         """The DTensor of a local tensor; the same one, if it was just opened or made."""
         same = self._last[1]() if self._last and self._last[0]() is tensor else None
         if same is None:
-            same = pass_on(tensor, self._made, self._give)
+            same = pass_on(tensor, lambda own: laid_out(same_memory(own), self.spec), self._give)
             self._last = ref(tensor), ref(same)
         return same
-
-    def _made(self, tensor: torch.Tensor) -> Any:
-        return laid_out(same_memory(tensor), self.spec)
 
     def _give(self, gradient: torch.Tensor) -> Any:
         if (found := self.broken(gradient)) is not None:

@@ -114,13 +114,12 @@ def _lines(plan: Edited) -> Iterator[str]:
         eager = [part.name for part in layer.parts if part not in layer.captured]
         words = f"- {names} ({layer.kind}): {', '.join(held) or 'nothing'}"
         yield from _wrapped(f"{words}; eager: {', '.join(eager)}" if eager else words, "  ")
-    yield from _memory(best.memory)
-    yield from _verdict(plan, best.memory)
+    yield from _memory(plan, best.memory)
     for text in best.settings.notes:
         yield from _wrapped(f"- {text}", "  ")
 
 
-def _memory(memory: Memory) -> Iterator[str]:
+def _memory(plan: Edited, memory: Memory) -> Iterator[str]:
     whole, held, sharded = memory.parameters
     yield f"\nParameters: {whole:,}; of a rank {held:,}, after sharding {sharded:,}"
     yield "\nMemory of one GPU, MiB:"
@@ -129,9 +128,6 @@ def _memory(memory: Memory) -> Iterator[str]:
         for name, size in terms.items():
             if size:
                 yield f"    {name:<40}{size / 2**20:>12,.0f}"
-
-
-def _verdict(plan: Edited, memory: Memory) -> Iterator[str]:
     eager = plan.eager.total if plan.eager is not None else memory.total
     fits = "fits" if plan.accepted else "does not fit"
     sizes = f"{gib(memory.total)}, {gib(eager)} without graphs, of {gib(plan.room)}"
