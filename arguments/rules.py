@@ -66,8 +66,6 @@ _OF_SETTINGS = (
     ),
 )
 
-_RECIPES_OF_PRIMARY_WEIGHTS = ("delayed", "tensorwise")
-
 
 def _fp8_weights(given: Configuration) -> bool:
     return given.run.fp8 is not None and given.run.fp8_param_gather
@@ -168,7 +166,7 @@ _OF_FSDP = (
     ),
     Rule(
         "fp8-primary-weights-recipe",
-        lambda c: _fp8_weights(c) and c.run.fp8_recipe not in _RECIPES_OF_PRIMARY_WEIGHTS,
+        lambda c: _fp8_weights(c) and c.run.fp8_recipe not in ("delayed", "tensorwise"),
         "{flag:--fp8-param-gather} with {flag:--fp8-recipe {run.fp8_recipe}}",
         "not solved yet: with blockwise weights Megatron-FSDP asks for more buffers than "
         "{flag:--fsdp-double-buffer} has ('No buffer found for bucket_id'), and other recipes were "

@@ -63,14 +63,12 @@ def module_hooks(module: nn.Module) -> Iterator[HookRecord]:
 
 def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function inside partials and decorators (such as ``torch.compiler.disable``)."""
-    while True:
-        if isinstance(fn, functools.partial):
-            fn = fn.func
-            continue
-        inner = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "__wrapped__", None)
-        if inner is None:
-            return fn
+    inner: Any = fn
+    while inner is not None:
         fn = inner
+        inner = getattr(fn, "_torchdynamo_orig_callable", None) or getattr(fn, "__wrapped__", None)
+        inner = fn.func if isinstance(fn, functools.partial) else inner
+    return fn
 
 
 def describe(fn: Callable[..., Any]) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cg.replay.mismatch_policy import Counters
-from megatron_cg.upstream.patch import Undo, run_instead
+from megatron_cg.upstream.patch import Undo, run_instead, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -47,10 +47,8 @@ def note(key: str, value: Any) -> None:
 def recording(sink: Recorder) -> Iterator[None]:
     """Send notes and captures to ``sink`` inside the block."""
     _sinks.append(sink)
-    try:
+    with undone_after(lambda: _sinks.remove(sink)):
         yield
-    finally:
-        _sinks.remove(sink)
 
 
 def memory() -> dict[str, int] | None:

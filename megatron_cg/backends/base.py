@@ -182,8 +182,7 @@ class Backend:
 
         Raises UpstreamChangedError if the graph is not built as expected.
         """
-        found: ReplayFunction = graph.replay_function()
-        return found
+        return graph.replay_function()  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
         """Wait until no graph is replaying: a replaying graph must not be destroyed."""

@@ -333,9 +333,7 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def positional_names(
-    forward: Callable[..., Any], count: int, taken: Container[str] = ()
-) -> list[str]:
+def positional_names(forward: Callable[..., Any], count: int, taken: Container[str]) -> list[str]:
     """Names of the first ``count`` positional arguments.
 
     ``number N`` where there is none that a keyword could have, or where a keyword has it already: a

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from enum import Enum
 from functools import partial
 from itertools import count
@@ -334,10 +334,8 @@ class GraphController:
         if session is None:
             return
         self._earlier += session.counters
-        try:
+        with closing(session):
             graphs_deleted(session.counters, self.counters)
-        finally:
-            session.close()
 
     def begin_step(self) -> None:
         clear_exit()

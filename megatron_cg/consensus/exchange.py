@@ -147,7 +147,7 @@ class Agreement:
         group, row = self._require_sound(), encode(kind, serial, vote)
         rows = row.repeat(len(self._ranks))
         if group is not None:
-            with self._naming_lost_ranks(group, timeout or self._timeout, words):
+            with self._naming_lost_ranks(timeout or self._timeout, words):
                 dist.all_gather_into_tensor(rows, row, group)
         try:
             return decide(rows.view(-1, len(row)), self._ranks)
@@ -163,7 +163,7 @@ class Agreement:
         if group is None:
             return [mine]
         objects = [None] * group.size()
-        with self._naming_lost_ranks(group, self._timeout, self._last):
+        with self._naming_lost_ranks(self._timeout, self._last):
             dist.all_gather_object(objects, mine, group=group)
         return objects
 
@@ -356,13 +356,12 @@ class Agreement:
         return self._group
 
     @contextmanager
-    def _naming_lost_ranks(
-        self, group: dist.ProcessGroup, timeout: timedelta, vote: str
-    ) -> Iterator[None]:
+    def _naming_lost_ranks(self, timeout: timedelta, vote: str) -> Iterator[None]:
         """Turn what gloo raises in the block into an AgreementError; no vote can follow."""
         # An exchange keeps the timeout that is set when it is issued (torch 2.11, gloo). A shorter
         # timeout of ``work.wait`` is not enough: the exchange goes on and delays the process's end.
-        backend: Any = group._get_backend(torch.device("cpu"))
+        group: Any = self._group
+        backend = group._get_backend(torch.device("cpu"))
         # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it (``_ProcessGroupWrapper``, torch 2.11), and keeps
         # the timeout of the group's creation for a check of its own before each exchange.
         getattr(backend, "wrapped_pg", backend).set_timeout(timeout)

@@ -23,11 +23,10 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from megatron_cg.errors import ConfigurationError, Violation, say
+from megatron_cg.experts.rules import HOPPER
 
 _ALIGNMENT = 16
 """Bytes, of each row and address that ``grouped_mm`` reads or writes."""
-_HOPPER = 9
-"""Major compute capability."""
 _BIAS, _FP8, _CALIBRATION, _DELAYED, _DEBUG, _ONE_WEIGHT = 0, 2, 3, 4, 20, 21
 """Places in ``non_tensor_args``. ``install.py`` checks the code of Transformer Engine that fills
 them."""
@@ -99,7 +98,7 @@ def _others(settings: Any, weight: torch.Tensor) -> Iterator[tuple[str, str]]:
             f"weights of {tuple(weight.shape)}",
             f"torch's grouped GEMM takes sizes that are multiples of {least}",
         )
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] != _HOPPER:
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] != HOPPER:
         yield (
             f"the GPU {torch.cuda.get_device_name(weight.device)}",
             "torch's grouped GEMM is known to be right on Hopper alone: on Blackwell, weight "

@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections.abc import Iterator
-from functools import partial
 from itertools import chain
 
 from megatron_cg.arguments.rule import WITHOUT_FIXED_SHAPES, Configuration, Facts, Rule
@@ -29,7 +28,7 @@ _VERSION = Symbol(f"{_MODULE}:tex.get_cublasLt_version", "the version of cuBLASL
 RELIES_ON = (_LAYER, _VERSION)
 _LEAST = 130801
 """13.8.1: what cuBLASLt itself asks for. Up to 13.7 a graph's second replay is wrong."""
-_HOPPER = 9
+HOPPER = 9
 """Major compute capability, of the GPUs on which it was tried."""
 
 
@@ -50,7 +49,7 @@ def lacks_device_counts() -> str:
 
     if not torch.cuda.is_available():
         return "no GPU is visible"
-    if torch.cuda.get_device_capability()[0] != _HOPPER:
+    if torch.cuda.get_device_capability()[0] != HOPPER:
         return f"the GPU is {torch.cuda.get_device_name()}, and Hopper alone was tried"
     return ""
 
@@ -183,17 +182,16 @@ def _of_exchange(given: Configuration) -> dict[str, str]:
     return found | ({"--cg-moe-exchange": "peer"} if given.graph.cg_moe_exchange == "peer" else {})
 
 
-_rule = partial(Rule, without_graphs=True)
-
 RULES = (
-    _rule(
+    Rule(
         "grouped-gemm",
         _against_one_kernel,
         "{flag:--cg-grouped-gemm {graph.cg_grouped_gemm}} {what}",
         "{why}",
         "{instead}",
+        without_graphs=True,
     ),
-    _rule(
+    Rule(
         "experts-delayed-gradients",
         lambda c: (
             c.run.overlap_dispatch_backward_with_experts_wgrad
@@ -204,6 +202,7 @@ RULES = (
         "Python code that reduces delayed weight gradients does not run in a replay, and torch's "
         "grouped GEMM computes them at once",
         "{drop:--overlap-dispatch-backward-with-experts-wgrad}",
+        without_graphs=True,
     ),
     # A graph can hold experts if it has fixed shapes: by drop and pad, or by counts on the GPU.
     Rule(

@@ -205,8 +205,7 @@ def _require_order(layers: Sequence[Any]) -> None:
 
 
 def _groups(layer: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = layer._parameter_groups
-    return found
+    return tuple(layer._parameter_groups)
 
 
 def _in_place(group: Any, context: Any) -> Iterator[Undo]:

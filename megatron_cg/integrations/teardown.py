@@ -68,8 +68,8 @@ def _closing(end: Callable[..., None], group: Any = None) -> None:
     is_last = group is None or group == dist.group.WORLD
     if is_last and not close_for_the_end():
         exit_without_waiting()
-        return
-    end(group)
+    else:
+        end(group)
 
 
 def close_for_the_end() -> bool:

@@ -312,8 +312,7 @@ def _transformer_engine() -> _Contexts:
 def cpu_fakes() -> Iterator[None]:
     """Let the real Megatron-FSDP, of either package, run on the CPU inside the block.
 
-    Enter it before the model is built and leave it after the model's last use. Works for
-    ``megatron.core.distributed.fsdp`` (megatron-core 0.19.2) and for ``megatron_fsdp`` 0.6.1.
+    Enter it before the model is built and leave it after the model's last use.
     """
     with ExitStack() as stack:
         stack.callback(one_worker_a_group())

@@ -96,7 +96,6 @@ def as_nccl() -> Undo:
 
 @cache
 def _device(interface: str) -> Any:
-    """Its thread does not take the core of the thread that wakes it."""
     group = _GROUP.find()
     is_usual = os.sched_getscheduler(0) == os.SCHED_OTHER
     try:

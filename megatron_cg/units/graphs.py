@@ -293,8 +293,7 @@ class GraphedUnits:
             restore()
             return step()
 
-        made: T = train_step(session, step, eagerly)
-        return made
+        return train_step(session, step, eagerly)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Release the graphs and undo all changes. Safe to call twice.

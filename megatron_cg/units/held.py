@@ -40,7 +40,7 @@ from megatron_cg.replay.plain import (
     package_of,
     same_value,
 )
-from megatron_cg.upstream.patch import cells_of
+from megatron_cg.upstream.patch import cells_of, undone_after
 
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
@@ -277,10 +277,8 @@ def nothing_frozen() -> Iterator[None]:
         return
     gc.collect()
     gc.unfreeze()
-    try:
+    with undone_after(gc.freeze):
         yield
-    finally:
-        gc.freeze()
 
 
 def instances(kind: type) -> list[Any]:

@@ -146,8 +146,7 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
         # As Parameter makes itself. A forward pass may ask for the class.
         made = torch.Tensor._make_subclass(kind, parameter.detach(), True)
     vars(made).update(vars(parameter))
-    leaf: nn.Parameter = made
-    return leaf
+    return made  # type: ignore[no-any-return]
 
 
 def _used_itself(label: str, _gradient: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from megatron_cg.upstream.patch import Undo, replace_function
+from megatron_cg.upstream.patch import Undo, replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _START, _END, _IS_CAPTURING = (
@@ -54,10 +54,8 @@ def capturing_flag() -> Iterator[None]:
     (megatron-core 0.19.2).
     """
     _START.cached()
-    try:
+    with undone_after(_END.cached):
         yield
-    finally:
-        _END.cached()
 
 
 def is_running_region() -> bool:

@@ -85,10 +85,8 @@ class Steps:
 
     def close(self) -> None:
         """Stop voting and destroy the votes' process group, before the other groups."""
-        try:
+        with patch.undone_after(self.controller.close):
             self.end()
-        finally:
-            self.controller.close()
 
 
 Source = Callable[[Steps, Sequence[Any]], patch.Undo]

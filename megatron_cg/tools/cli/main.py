@@ -70,8 +70,7 @@ def align(add: Add) -> None:
     add("--script", type=Path, help="a Megatron pretraining script (default: the shipped one)")
     backends = ("auto", TRANSFORMER_ENGINE, NATIVE, TAPE)
     add("--backend", choices=backends, default="auto", help="auto: the tape without a GPU")
-    text = "keep logs and records here"
-    add("--work-dir", type=Path, metavar="DIR", help=text)
+    add("--work-dir", type=Path, metavar="DIR", help="keep logs and records here")
     add("--timeout", type=positive, default=1800, help="seconds that a run may take")
     text = "train nothing, and compare what two runs with --cg-record have left"
     add("--records", nargs=2, type=Path, metavar=("EAGER", "GRAPHS"), help=text)
