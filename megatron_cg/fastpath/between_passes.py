@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.fastpath.optimizer_step import APPLIES, APPLYING
-from megatron_cg.fastpath.part import NotApplicableError, are_same, is_torchs
+from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, run_instead
 from megatron_cg.upstream.symbols import Symbol
@@ -156,8 +157,8 @@ class _Exchange:
         return (
             not torch_module._global_parameter_registration_hooks
             and done.modules[0] is self._fsdp.module
-            and are_same(self._sets(), done.sets)
-            and are_same(_in(done.modules), done.found)
+            and _are_same(self._sets(), done.sets)
+            and _are_same(_in(done.modules), done.found)
             and all(assigns == _assigns(kind) for kind, assigns in done.kinds.items())
             and _no_others(done.modules, done.names)
         )
@@ -166,6 +167,10 @@ class _Exchange:
         """Names, and the parameters that Megatron-FSDP sets there."""
         raw, store = self._fsdp.raw_param, self._fsdp.param_and_grad_buffer
         return [*raw, *raw.values(), *chain.from_iterable(store.optimizer_named_parameters)]
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _in(modules: Iterable[nn.Module]) -> list[Any]:
@@ -197,7 +202,11 @@ def _assigns(kind: type[nn.Module]) -> bool:
     """See Note [What an assignment does]."""
     sets, registers = kind.__setattr__, kind.register_parameter
     of_te = _TE in sys.modules and registers is _REGISTERS.cached
-    return not (is_torchs(sets) and (of_te or is_torchs(registers)))
+    return not (_is_torchs(sets) and (of_te or _is_torchs(registers)))
+
+
+def _is_torchs(function: Any) -> bool:
+    return getattr(function, "__globals__", None) is vars(torch_module)
 
 
 def scale_local_gradients() -> Undo:

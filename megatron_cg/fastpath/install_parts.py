@@ -17,7 +17,6 @@ from megatron_cg.fastpath import (
     scaled_copies,
     under_v2,
 )
-from megatron_cg.fastpath import training_states as states
 from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
@@ -178,7 +177,6 @@ def install(
     with _installing(fsdp) as path:
         path.add_of_weights(graphed, replays)
         add, step, between = path.add, optimizer_step, between_passes
-        add("training-states", lambda: states.set_states_at_once(fsdp), states.REPLACES)
         add("parameters", lambda: between.exchange_parameters(fsdp), between.REPLACES_EXCHANGE)
         attaching, installing = step.REPLACES_ATTACHING, step.REPLACES_INSTALLING
         add("main-gradients", lambda: step.install_main_gradients(fsdp, scratch), attaching)

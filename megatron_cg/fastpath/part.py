@@ -7,12 +7,10 @@ the functions inside it share its local variables as closure cells, one set for 
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from operator import is_
 from types import CellType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from megatron_cg.fsdp.roles import PLACES, fsdp_function, fsdp_package_of
 from megatron_cg.hooks import innermost
@@ -51,15 +49,6 @@ def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
         if name in cells:
             return cells[name]
     raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")
-
-
-def are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-def is_torchs(function: Any) -> bool:
-    """Whether a method of a module is as torch defines it."""
-    return getattr(function, "__globals__", None) is vars(torch_module)
 
 
 def float8_test(fsdp: Any) -> Callable[[nn.Parameter], bool]:

@@ -24,8 +24,7 @@ from tests.unit.trainers import layers_of, trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
 OF_GRADIENTS = {"gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"}
-OF_WEIGHTS = {"unshard", "main-weights", "training-states"}
-PARTS = {*OF_GRADIENTS, *OF_WEIGHTS, "parameters", "main-gradients"}
+PARTS = {*OF_GRADIENTS, "unshard", "parameters", "main-gradients", "main-weights"}
 MANY: dict[str, Any] = {
     "experts": 16,
     "topk": 2,
@@ -274,9 +273,9 @@ def test_numbers_and_shards_are_those_of_an_eager_run(
 
 
 OFF = {
-    "ZeRO-1": {*OF_GRADIENTS, "training-states"},
-    "ZeRO-2": {*OF_GRADIENTS, "training-states"},
-    "no shards": {*OF_GRADIENTS, *OF_WEIGHTS},
+    "ZeRO-1": OF_GRADIENTS,
+    "ZeRO-2": OF_GRADIENTS,
+    "no shards": {*OF_GRADIENTS, "unshard", "main-weights"},
     "no double buffer": {"detached-weights-of-graphs", "deferred-prefetch"},
 }
 

@@ -132,7 +132,6 @@ UNKNOWN = {
     "_process_post_backward_gradients": WITH_GRADIENTS,
     "release_module_parameters": {"unshard", *WITH_GRADIENTS},
     "all_gather_params": {"deferred-prefetch"},
-    "_root_pre_backward": {"training-states"},
     "update_main_grads": {"main-gradients"},
     "copy_main_weights_to_model_weights": {"main-weights"},
 }
