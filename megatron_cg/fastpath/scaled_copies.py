@@ -87,7 +87,8 @@ class ScaledCopies:
         """
         if not pieces[0].is_cuda:
             (torch._foreach_add_ if sums else torch._foreach_copy_)(pieces, gradients)
-            torch._foreach_mul_(pieces, factor)
+            for piece in pieces:  # ``_foreach_mul_`` rounds the factor to their dtype on a CPU.
+                piece.mul_(factor)
             return True
         if not all(gradient.is_contiguous() for gradient in gradients):
             return False

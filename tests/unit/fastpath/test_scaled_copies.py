@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.fastpath.scaled_copies import factor_of
+from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of
 from tests.unit.interpreted import last_line_of
 
 WRITES = """
@@ -45,6 +45,18 @@ print(json.dumps(found))
 def test_the_kernel_has_the_bits_of_a_copy_or_an_addition_and_a_multiplication() -> None:
     found = json.loads(last_line_of(WRITES))
     assert len(found) == 8 and all(found.values()), found
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_cpu_too_the_factor_is_not_rounded(dtype: torch.dtype, sums: bool) -> None:
+    torch.manual_seed(0)
+    pieces, gradients = ([torch.randn(n).to(dtype) for n in (1, 7, 300)] for _ in "pg")
+    expected = [piece.clone() for piece in pieces]
+    for target, source in zip(expected, gradients, strict=True):
+        (target.add_ if sums else target.copy_)(source).mul_(1 / 3)
+    assert ScaledCopies().copy(pieces, gradients, 1 / 3, sums=sums)
+    assert all(map(torch.equal, pieces, expected))
 
 
 @pytest.mark.parametrize(
