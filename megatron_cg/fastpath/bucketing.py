@@ -96,6 +96,8 @@ REPLACES = (
         fingerprints=("31aa215fff7f8197", "3c30337dc04e2c0b"),
     ),
     *REPLACES_RELEASE,
+    # Not replaced, but a user's may reduce later than parameters are marked as ready here.
+    *fsdp_function("GradReducePipeline.reduce_gradients", "what reduces complete buckets"),
 )
 RELIES_ON = (
     *REPLACES,

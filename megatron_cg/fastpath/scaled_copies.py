@@ -27,11 +27,16 @@ from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 _TABLES = 16
 """At most so many of one operation's gradients in one bucket."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_IN_PIPELINE = {
+    "reduce_gradients": ("what reduces a bucket as soon as it is complete", "f77dd997162c6fac"),
+    "get_ready_bucket_group_for_reduction": ("what says which is", "2dc8b854f1c1cd1a"),
+    "_bucket_group_gradient_reduce": ("what scales and reduces buckets", "0a0a7e732aee5bc3"),
+}
 REPLACES = (
-    *fsdp_function(
-        "GradReducePipeline._bucket_group_gradient_reduce",
-        "what scales and reduces buckets",
-        fingerprints=("0a0a7e732aee5bc3",),
+    *(
+        symbol
+        for name, (what, body) in _IN_PIPELINE.items()
+        for symbol in fsdp_function(f"GradReducePipeline.{name}", what, fingerprints=(body,))
     ),
     *fsdp_function(
         "gradient_reduce_preprocessing", "what scales", fingerprints=("1ff2d838cca56aba",)

@@ -129,6 +129,8 @@ WITH_GRADIENTS = {
 }
 UNKNOWN = {
     "_bucket_group_gradient_reduce": {"scaled-copies"},
+    "reduce_gradients": {"scaled-copies"},
+    "get_ready_bucket_group_for_reduction": {"scaled-copies"},
     "_process_post_backward_gradients": WITH_GRADIENTS,
     "release_module_parameters": {"unshard", *WITH_GRADIENTS},
     "all_gather_params": {"deferred-prefetch"},
@@ -204,6 +206,8 @@ def own_class(owner: Any, name: str) -> None:
         ("", "_replace_param_with_raw_if_needed", "parameters"),
         ("", "all_gather_and_wait_parameters_ready", "unshard"),
         ("param_and_grad_buffer", "update_main_grads", "main-gradients"),
+        ("grad_reduce_pipeline", "reduce_gradients", "gradients"),
+        ("grad_reduce_pipeline", "_bucket_group_gradient_reduce", "scaled-copies"),
         ("param_and_grad_buffer", "copy_main_weights_to_model_weights", "main-weights"),
         ("param_and_grad_buffer.parameter_groups.0.model_weight_buffer", "fetch_bucket", "unshard"),
     ],
