@@ -298,6 +298,11 @@ class GradientBucketing:
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """What Megatron-FSDP keeps of the gradients of each bucket."""
+        return [bucket.gradients.data for bucket in self._buckets]
+
     def knows(self, parameter: object) -> bool:
         return id(parameter) in self._of_parameter
 

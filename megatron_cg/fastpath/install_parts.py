@@ -123,7 +123,9 @@ class FastPath:
         return undo
 
     def _scale_copies(self) -> Undo:
-        scaled_copies.require_kernel()
+        assert self.bucketing is not None
+        for memory in self.bucketing.memory[:1]:
+            scaled_copies.require_kernel(memory)
         return set_attribute(self.bucketing, "scales", True)
 
 

@@ -49,10 +49,17 @@ RELIES_ON = (
 )
 
 
-def require_kernel() -> None:
-    """Raise NotApplicableError if there is a GPU, and no Triton."""
-    if torch.cuda.is_available() and find_spec("triton") is None:
+def require_kernel(like: torch.Tensor) -> None:
+    """Raise NotApplicableError if the kernel does not run where ``like`` is, on a GPU."""
+    if not like.is_cuda:
+        return
+    if find_spec("triton") is None:
         raise NotApplicableError("Triton is missing")
+    try:
+        one = like.new_zeros(1)
+        ScaledCopies().copy([one], [one.clone()], 1.0, sums=False)
+    except Exception as error:  # As without a C compiler, which Triton needs for the first launch.
+        raise NotApplicableError(f"Triton cannot run a kernel: {error}") from error
 
 
 def factor_of(store: Any, number: int, buffer: Any, dtype: torch.dtype) -> float | None:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_cg.fastpath.scaled_copies import ScaledCopies
+from megatron_cg.fastpath.scaled_copies import ScaledCopies, require_kernel
 from tests.functional.conftest import skip_without
 
 SHAPES = {"aligned": [(64, 128), (72, 128), (1 << 17,)], "others": [(7, 5), (3,), (40001,)]}
@@ -19,6 +19,7 @@ def test_a_scaled_copy_is_a_copy_or_an_addition_and_a_multiplication(
 ) -> None:
     skip_without(gpus=1)
     torch.manual_seed(0)
+    require_kernel(torch.ones(1, dtype=dtype, device="cuda"))
     scaled, device = ScaledCopies(), torch.device("cuda")
     # One in three is below the smallest normal number, before or after it is scaled.
     scales = torch.tensor([1.0, 3e-3, torch.finfo(dtype).tiny], device=device)

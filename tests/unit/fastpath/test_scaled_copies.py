@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of
+from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of, require_kernel
 from tests.unit.interpreted import last_line_of
 
 WRITES = """
@@ -45,6 +46,17 @@ print(json.dumps(found))
 def test_the_kernel_has_the_bits_of_a_copy_or_an_addition_and_a_multiplication() -> None:
     found = json.loads(last_line_of(WRITES))
     assert len(found) == 8 and all(found.values()), found
+
+
+def test_a_kernel_that_cannot_run_leaves_the_part_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(*_: Any, **__: Any) -> bool:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(ScaledCopies, "copy", copy)
+    require_kernel(torch.ones(1))
+    on_gpu: Any = SimpleNamespace(is_cuda=True, new_zeros=torch.zeros)
+    with pytest.raises(NotApplicableError, match=r"^Triton .*C compiler"):
+        require_kernel(on_gpu)
 
 
 @pytest.mark.parametrize("sums", [False, True])
