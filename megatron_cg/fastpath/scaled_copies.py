@@ -102,15 +102,14 @@ class ScaledCopies:
             for piece in pieces:  # ``_foreach_mul_`` rounds the factor to their dtype on a CPU.
                 piece.mul_(factor)
             return True
-        if not all(gradient.is_contiguous() for gradient in gradients):
+        first = pieces[0]
+        if not all(one.is_contiguous() and one.dtype is first.dtype for one in gradients):
             return False
         # The pieces of a bucket are always at the same distances.
-        first = pieces[0]
         key = (first.dtype, first.data_ptr(), *[gradient.data_ptr() for gradient in gradients])
         table = self._tables.get(key)
         if table is None:
-            alike = {tensor.dtype for tensor in gradients} == {first.dtype}
-            if len(self._tables) == _TABLES or not alike:
+            if len(self._tables) == _TABLES:
                 return False
             from megatron_cg.fastpath.gradient_kernels import Table
 
