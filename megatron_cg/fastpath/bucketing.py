@@ -260,8 +260,7 @@ class BucketSlice:
     def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:
         self.bucket, self.weights, self.places = bucket, weights, places
         self.others = frozenset(weights[:-1])
-        self.is_whole = len(weights) == bucket.size
-        self.scaled = ScaledCopies()
+        self.scaled_copies = ScaledCopies() if len(weights) == bucket.size else None
         self._shapes = [weight.shape for weight in weights]
         self._dtype = weights[0].dtype
 
@@ -461,8 +460,8 @@ class GradientBucketing:
         bucket.begin(self._fsdp._params_require_handle_grad)
         if bucket.complete_with(len(part.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
-        whole = part.is_whole and self.scales and not bucket.handed_over
-        factor = self._copy(bucket, part.weights, gradients, part.scaled if whole else None)
+        scaled = part.scaled_copies if self.scales and not bucket.handed_over else None
+        factor = self._copy(bucket, part.weights, gradients, scaled)
         buffer = bucket.gradients
         if factor is None:
             self._tell(bucket, part.others, part.weights[-1])

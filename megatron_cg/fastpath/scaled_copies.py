@@ -95,7 +95,7 @@ class ScaledCopies:
     ) -> bool:
         """Write gradients times ``factor`` to the bucket's pieces; False if nothing was done.
 
-        If ``sums``, the sums of what is there and the gradients.
+        Gradients are of one dtype. If ``sums``, writes the sums of what is there and the gradients.
         """
         if not pieces[0].is_cuda:
             (torch._foreach_add_ if sums else torch._foreach_copy_)(pieces, gradients)
@@ -103,7 +103,7 @@ class ScaledCopies:
                 piece.mul_(factor)
             return True
         first = pieces[0]
-        if not all(one.is_contiguous() and one.dtype is first.dtype for one in gradients):
+        if gradients[0].dtype is not first.dtype or not all(g.is_contiguous() for g in gradients):
             return False
         # The pieces of a bucket are always at the same distances.
         key = (first.dtype, first.data_ptr(), *[gradient.data_ptr() for gradient in gradients])
