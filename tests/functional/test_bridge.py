@@ -263,8 +263,8 @@ def test_a_recipe_with_its_defaults_is_refused_before_the_model_is_built(start: 
     """And the error says what to set; the case ``recipe`` has it set."""
     ended = start(replace(CASES["recipe"], enable={}))
     assert ended.failure and "number of parameters" not in ended.log
-    for told in ended.ranks:
-        assert "megatron_cg.enable(grouped_gemm='torch')" in told["error"]
+    # The launcher ends the other rank when the first has failed: only the log has both or one.
+    assert "megatron_cg.enable(grouped_gemm='torch')" in ended.log
 
 
 def test_the_example_trains_in_graphs(tmp_path: Path) -> None:

@@ -115,8 +115,12 @@ def test_a_rank_that_raises_or_is_killed_ends_the_run_with_the_cause(
 
 
 @pytest.mark.kills
-def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(align: Align, log: Log) -> None:
+def test_an_earlier_error_of_the_gpu_is_not_blamed_on_capture(
+    align: Align, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does ``--cg-on-failure eager`` go on after it."""
+    # Else torch's watchdog may see the error first and abort the process before it has a message.
+    monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     flags = ("--cg-on-failure", "eager")
     case = replace(LIFE["dense"], name="earlier", graph_flags=flags)
     assert_failed(align(case, mutation="earlier-error"), "work queued before capture failed")
