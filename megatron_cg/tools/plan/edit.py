@@ -20,7 +20,7 @@ from megatron_cg.tools.plan.memory import Layer, Memory, layers_of, memory_of
 from megatron_cg.tools.plan.settings import Settings, require_model, settings_of
 
 _MODULES, _SCOPE, _GEMM = "--cuda-graph-modules", "--cuda-graph-scope", "--cg-grouped-gemm"
-_EXCHANGE, _ROWS = "--cg-moe-exchange", "--cg-moe-rows"
+_EXCHANGE, _STASH, _ROWS = "--cg-moe-exchange", "--cg-moe-stash", "--cg-moe-rows"
 _RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
 LAUNCHER, _FORMAT = "-m megatron_cg", "--ckpt-format"
 _CONVERT = (
@@ -32,10 +32,17 @@ _CHOSEN = {
     _MODULES: _WHY,
     _GEMM: "counts of tokens stay on the GPU, so graphs can hold dropless experts",
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
-    _ROWS: "room for this many times the average rows, so that it fits; steps with more are "
-    "repeated eagerly: a router that has not learned to balance repeats most",
+    _STASH: "layers keep used rows alone, up to so many times those before the capture",
+    _ROWS: "room for this many times the average rows",
 }
 """The flags of a choice, and why they are given."""
+_BOUNDS = {
+    _STASH: ". Each step takes longer, and routing that is unbalanced before the capture needs "
+    "more memory than is counted here: docs/experts.md#memory",
+    _ROWS: ": most steps of a model whose router has not learned to balance. Graphs without "
+    "experts are faster there: --cuda-graph-modules attn moe_router",
+}
+"""Flags that bound rows, and what it costs."""
 _ORDER = ("mamba", "attn", "mlp")
 _ROUNDS = 30
 """Each mends at least one error, or is the last."""
@@ -164,7 +171,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     )
     eager, reasons = None, dict(best.reasons)
     for name in _CHOSEN:
-        if name != _ROWS and best.line.values(name) != tried[0].line.values(name):
+        bounds = name in _BOUNDS and best.line.has(name)
+        if not bounds and best.line.values(name) != tried[0].line.values(name):
             reasons[name] = tried[0].against(room)
     for name in ("--load", "--pretrained-checkpoint") if _FORMAT in reasons else ():
         if path := given.values(name):
@@ -218,11 +226,10 @@ def _asks_of_choice(settings: Settings, best: Tried) -> Iterator[str]:
         for item in _against_attention(settings.run):
             text = f"Attention stays eager, because of {item.found}: {item.reason}"
             yield f"{text}. Instead: {item.remedy.partition(', or ')[0]}"
-    if _ROWS in best.reasons and best.line.has(_ROWS):
-        yield (
-            f"{_ROWS} makes it fit. Steps in which a rank gets more rows are repeated eagerly: "
-            "most steps of a model whose router has not learned to balance"
-        )
+    for name, cost in _BOUNDS.items():
+        if name in best.reasons and best.line.has(name):
+            repeated = "Steps in which a rank gets more rows are repeated eagerly"
+            yield f"{name} makes it fit. {repeated}{cost}"
 
 
 def _against_attention(run: RunArguments) -> tuple[Violation, ...]:
@@ -358,8 +365,11 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
             flags = {_EXCHANGE: ("peer",), **stated} if shared else dict(kept)
             flags |= {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
             yield flags, why
-            for rows in ("2", "1.5", "1.25") if shared else ():
-                yield {**flags, _ROWS: (rows,)}, why
+            free = {name: flags[name] for name in flags if name not in _BOUNDS}
+            for name in _BOUNDS if shared else ():
+                # In FP8 a stash leaves what is saved by column, which memory.py does not know.
+                if name == _ROWS or not run.has_low_precision:
+                    yield from (({**free, name: (f,)}, why) for f in ("2", "1.5", "1.25"))
     if "moe" in here:
         why = f"experts stay eager: {against or 'they do not fit'}"
         # What was compared with eager training.

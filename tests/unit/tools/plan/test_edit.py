@@ -32,6 +32,8 @@ def test_every_preset_can_be_made_to_run(name: str, plan: Plan) -> None:
 
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+BOUNDS = [("", 27, "stash 1.5"), ("--cg-moe-stash 4", 23, "rows 1.5"), (FP8, 27, "rows 2")]
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MENDED = [
     ("--optimizer-cuda-graph", "", "--optimizer-cuda-graph"),
@@ -101,7 +103,7 @@ def test_scopes_are_chosen_unless_the_line_has_some_that_work(
 def test_quantized_experts_are_in_graphs_by_cublas(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = preset("qwen3-moe", "--fp8-format hybrid --fp8-recipe tensorwise")
+    line = preset("qwen3-moe", FP8)
     for stated in ("", " --cuda-graph-modules attn moe"):
         best = plan(line + stated).best.settings
         assert best.run.cuda_graph_modules == ("attn", "moe")
@@ -299,6 +301,13 @@ def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan)
     te = plan(preset("qwen3-moe", "--cg-grouped-gemm te")).best
     assert te.settings.run.cuda_graph_modules == ("attn", "moe_router", "moe_preprocess")
     assert te.line.has("--cg-grouped-gemm")
+
+
+@pytest.mark.parametrize(("more", "room", "bound"), BOUNDS)
+def test_a_stash_is_tried_before_fewer_rows(more: str, room: int, bound: str, plan: Plan) -> None:
+    flags, eight = f"--expert-model-parallel-size 8 {more}", "torchrun --nproc-per-node 8"
+    found = said(plan(preset("qwen3-moe", flags, eight), room))
+    assert f"+ --cg-moe-{bound} " in found and "makes it fit. Steps in which a rank" in found
 
 
 def test_with_a_stash_one_layer_at_a_time_has_room_for_any_routing(plan: Plan) -> None:
