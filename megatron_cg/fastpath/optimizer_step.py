@@ -320,10 +320,9 @@ class _GradientTable:
     def relocate(self) -> None:
         self.borrowed = False
         copied = (rows for cast, rows in self._rows.items() if cast is not None)
-        for _, gradient, _ in chain.from_iterable(copied):
-            copy = gradient._local_tensor
-            if copy is not None:
-                gradient._local_tensor = copy.clone()
+        for _, gradient, _ in chain.from_iterable(copied):  # A name for a copy would hold it below.
+            if gradient._local_tensor is not None:
+                gradient._local_tensor = gradient._local_tensor.clone()
         if self._scratch is not None:
             self._scratch.report_held()
 

@@ -8,6 +8,7 @@ import torch
 
 from megatron_cg.fastpath.optimizer_step import install_main_gradients, install_main_weights
 from megatron_cg.tape.training_plan import CpuModelConfig
+from tests.unit.fastpath.test_idle_pool import Allocator
 from tests.unit.ranks import on_ranks
 
 
@@ -40,7 +41,7 @@ class Scratch:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
-    training: bool, dense_model: Any
+    training: bool, dense_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scratch: Any = Scratch()
     fsdp: Any = dense_model.module.train(training)
@@ -60,7 +61,13 @@ def test_copies_that_somebody_still_holds_are_moved_before_a_training_pass(
     # Whatever else is held in that memory is lost, and said to be.
     assert scratch.ended is training
     undo()
-    assert fsdp.forward is forward
+    assert vars(fsdp)["forward"] is forward
+    monkeypatch.setattr("megatron_cg.fastpath.optimizer_step.SMALL", 0)
+    with Allocator(1 << 40).installed(monkeypatch) as pool:
+        install_main_gradients(fsdp, pool)
+        store.update_main_grads()
+        fsdp.forward()
+        assert pool.borrowed_bytes  # What was moved is not reported as held.
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
