@@ -33,8 +33,8 @@ Note [Two stacks]
 
 Note [Order of entering]
     Raw parameters are entered before the parameters' hooks, because the hooks are on the raw
-    parameters. The backend's state is entered last, so it is restored first, while hooks are still
-    off: restoring RNG and FP8 state runs no module code, but a hook that fires on it would.
+    parameters. The backend's state is entered after all hooks, so it is restored while they are
+    still off: restoring RNG and FP8 state runs no module code, but a hook that fires on it would.
 
 Note [Compiled for a size]
     Dynamo compiles a function for the sizes of its first call, and at the first other size once
@@ -419,7 +419,7 @@ def _first(errors: Sequence[BaseException], root: nn.Module) -> tuple[BaseExcept
 
 
 def forget_accumulators(modules: Iterable[nn.Module]) -> None:
-    """Make the next pass create new AccumulateGrad nodes; see the last two notes above.
+    """Make the next pass create new AccumulateGrad nodes; see the two notes on streams above.
 
     ``modules`` stand for all parameters below them, which keep their data, gradients and hooks.
     Hooks on the nodes themselves are lost.

@@ -299,7 +299,7 @@ class _Tie(torch.autograd.Function):
 
 
 def as_one_node(outputs: Any) -> Any:
-    """``outputs``, whose gradients all arrive before any goes on; see the last note above."""
+    """``outputs``, whose gradients go on all at once; see Note [When gradients are counted]."""
     flat, spec = tree_flatten(outputs, is_plain)
     tensors = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad}
     if len(tensors) < 2:
@@ -448,7 +448,7 @@ class GuardedGraph:
         return tree_unflatten(flat, spec)
 
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
-        """Compare a replay with an eager pass; see Note [A backward pass in the forward pass]."""
+        """Compare a replay with an eager pass; see the notes in ``verify.py``."""
         gradients = self._prepare_backward() and self._guard.addresses.broken(forward=False) is None
         on_any_rank = partial(self.mismatches.on_any_rank, self._unit.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
