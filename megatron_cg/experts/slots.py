@@ -276,12 +276,7 @@ class PeerMemory:
     def _of(self, places: int, size: int) -> _Slots:
         key = (places, size)
         if key not in self._slots:
-            if torch.cuda.is_current_stream_capturing():
-                raise CaptureError(
-                    f"a graph needs slots of {places:,} rows of {size:,} bytes in the memory of "
-                    "other GPUs, and no warmup pass has made them: give the capture at least one "
-                    "warmup iteration"
-                )
+            refuse_in_graph(f"slots of {places:,} rows of {size:,} bytes in other GPUs' memory")
             self._slots[key] = self._made(places, size)
         self._used.add(key)
         self._keep(wanted=True)
@@ -306,6 +301,13 @@ class PeerMemory:
         if addresses[handle.rank] != rows.data_ptr():
             raise changed("torch", _RENDEZVOUS.path, "where each rank's tensor begins")
         return _Slots(rows, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
+
+
+def refuse_in_graph(memory: str) -> None:
+    """Raise CaptureError if a graph is captured now: a warmup pass must make its memory."""
+    if torch.cuda.is_current_stream_capturing():
+        lacks = f"a graph needs {memory}, which no warmup pass has made"
+        raise CaptureError(f"{lacks}: give the capture at least one warmup iteration")
 
 
 def _at_rest() -> bool:

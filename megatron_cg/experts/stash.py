@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.errors import CaptureError
+from megatron_cg.experts.slots import refuse_in_graph
 from megatron_cg.upstream.te import fp8_recipe
 
 logger = logging.getLogger(__name__)
@@ -223,11 +223,7 @@ class Stash:
         if not widths:
             return
         if self._buffer is None:
-            if torch.cuda.is_current_stream_capturing():
-                raise CaptureError(
-                    "a graph needs memory for the rows of dropless experts, and no warmup pass has "
-                    "made it: give the capture at least one warmup iteration"
-                )
+            refuse_in_graph("memory for the rows of dropless experts")
             self._buffer = self._made(sum(widths), layer)
         buffer = self._buffer
         push, before = _Push(buffer, counts), 0
