@@ -462,15 +462,13 @@ class GradientBucketing:
             self._hand_over_waiting(bucket)
         scaled = part.scaled_copies if self.scales and not bucket.handed_over else None
         factor = self._copy(bucket, part.weights, gradients, scaled)
-        buffer = bucket.gradients
-        if factor is None:
-            self._tell(bucket, part.others, part.weights[-1])
-            return
-        buffer.gradient_scaling_factor = None  # Megatron-FSDP reduces the bucket as it is.
+        if factor is not None:  # Megatron-FSDP reduces the bucket as it is.
+            bucket.gradients.gradient_scaling_factor = None
         try:
             self._tell(bucket, part.others, part.weights[-1])
         finally:
-            buffer.gradient_scaling_factor = factor
+            if factor is not None:
+                bucket.gradients.gradient_scaling_factor = factor
 
     @torch.no_grad()
     def _copy(
