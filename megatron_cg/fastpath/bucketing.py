@@ -445,7 +445,7 @@ class GradientBucketing:
 
     def _hand_over_waiting(self, bucket: Bucket) -> None:
         waiting, bucket.waiting, bucket.waiting_bytes = bucket.waiting, [], 0
-        gradients = [p.grad for p in waiting if p.grad is not None]
+        gradients: list[Any] = [parameter.grad for parameter in waiting]
         if len(set(map(id, waiting))) < len(waiting):
             raise FastPathError(say(_TWICE))
         wait_for(bucket.stream, gradients)
