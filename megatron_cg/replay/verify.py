@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -235,7 +235,7 @@ class Digests:
 
     def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
         self._kinds: dict[str, Any] = {}
-        self._sums: dict[str, torch.Tensor] = {}
+        self._sums: dict[torch.device, dict[str, torch.Tensor]] = {}
         for first, value in named:
             name, tensor = first, local(value)
             while name in self._kinds:
@@ -243,7 +243,7 @@ class Digests:
             if isinstance(tensor, torch.Tensor):
                 self._kinds[name] = tensor.dtype, tensor.shape
                 if not tensor.is_meta:
-                    self._sums[name] = _sums(tensor.detach())
+                    self._sums.setdefault(tensor.device, {})[name] = _sums(tensor.detach())
             elif value is not None:
                 self._kinds[name] = repr(value)
 
@@ -253,11 +253,14 @@ class Digests:
 
     def differences(self, other: Digests) -> list[str]:
         """The names of what differs, in the order of both. Waits for the GPU."""
-        ours, theirs = self._by_name(), other._by_name()
+        ours, theirs = self._by_name, other._by_name
         return [n for n in dict.fromkeys([*ours, *theirs]) if ours.get(n) != theirs.get(n)]
 
+    @cached_property
     def _by_name(self) -> dict[str, Any]:
-        sums = {name: pair.tolist() for name, pair in self._sums.items()}
+        sums: dict[str, list[int]] = {}
+        for own in self._sums.values():  # The host waits once for each device.
+            sums |= zip(own, torch.stack([*own.values()]).tolist(), strict=True)
         return {name: (kind, sums.get(name)) for name, kind in self._kinds.items()}
 
 
