@@ -25,7 +25,7 @@ class Table:
             for target, source in zip(targets, sources, strict=True)
             for begin in range(0, target.nbytes, _CHUNK * target.itemsize)
         ]
-        self._word = 16 if all(number % 16 == 0 for row in rows for number in row) else 1
+        self._aligned = 16 if all(number % 16 == 0 for row in rows for number in row) else 1
         self._rows = torch.tensor(rows, dtype=torch.int64, device=targets[0].device)
 
     def write(self, targets: Sequence[torch.Tensor], factor: float, *, sums: bool) -> None:
@@ -37,7 +37,7 @@ class Table:
             factor,
             SUMS=sums,
             SIZE=like.itemsize,
-            WORD=self._word,
+            ALIGNED=self._aligned,
             CHUNK=_CHUNK,
             BLOCK=_BLOCK,
             num_warps=8,
@@ -51,14 +51,14 @@ def _write_scaled(  # type: ignore[no-untyped-def]  # noqa: PLR0917
     factor,
     SUMS: tl.constexpr,
     SIZE: tl.constexpr,
-    WORD: tl.constexpr,
+    ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = rows + tl.program_id(0).to(tl.int64) * 3
-    target = tl.multiple_of(tl.load(row).to(like.dtype), WORD)
-    source = tl.multiple_of(tl.load(row + 1).to(like.dtype), WORD)
-    count = tl.multiple_of(tl.load(row + 2), WORD) // SIZE
+    target = tl.multiple_of(tl.load(row).to(like.dtype), ALIGNED)
+    source = tl.multiple_of(tl.load(row + 1).to(like.dtype), ALIGNED)
+    count = tl.multiple_of(tl.load(row + 2), ALIGNED) // SIZE
     for start in range(0, CHUNK, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < count
