@@ -137,7 +137,7 @@ class IdlePool:
         self._borrowed: dict[Hashable, list[int]] = {}
         """For each caller, which of its pieces the pool has a place for."""
         self._given: dict[Hashable, list[StorageReference]] = {}
-        self._grew = False
+        self._stopped = False
         self.borrowed_bytes = 0
         """Bytes that the callers so far borrow, which the next replay writes."""
 
@@ -147,7 +147,7 @@ class IdlePool:
         held = sum(not piece.expired() for pieces in given.values() for piece in pieces)
         if held:
             self._borrowed.clear()
-            self._grew, self.borrowed_bytes = True, 0
+            self._stopped, self.borrowed_bytes = True, 0
             logger.warning(
                 "megatron_cg: when the optimizer has stepped, at least %d tensors still share "
                 "memory with its gradients. The graphs use that memory in the next forward pass, "
@@ -183,7 +183,7 @@ class IdlePool:
 
     def _places(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[int]:
         """Allocate each piece that has a block, to see what the pool gives without growing."""
-        blocks = [] if self._grew else self._free_blocks()
+        blocks = [] if self._stopped else self._free_blocks()
         before = torch.cuda.memory_reserved(self._index)
         places: list[int] = []
         tried: list[torch.Tensor] = []
@@ -195,9 +195,9 @@ class IdlePool:
                 with self._allocating():
                     tried.append(self._new(shape, dtype))
             except torch.OutOfMemoryError:
-                self._grew = True
-            self._grew = self._grew or torch.cuda.memory_reserved(self._index) != before
-            if self._grew:
+                self._stopped = True
+            self._stopped = self._stopped or torch.cuda.memory_reserved(self._index) != before
+            if self._stopped:
                 break
             places.append(place)
             self.borrowed_bytes += nbytes
