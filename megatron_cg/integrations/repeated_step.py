@@ -106,7 +106,7 @@ def train_step(
     """
     mismatches, counters = session.mismatches, session.counters
     verifies = mismatches.verifies_step
-    if mismatches.conditions.repeats or not (verifies or bound):
+    if mismatches.conditions.all_eager or not (verifies or bound):
         return by_graphs()
     state = _saved(session, again=bound is not None)
     result = by_graphs()
@@ -118,7 +118,7 @@ def train_step(
 
     def repeated() -> Any:
         state.restore()
-        with undone_after(set_attribute(mismatches.conditions, "repeats", True)):
+        with undone_after(set_attribute(mismatches.conditions, "all_eager", True)):
             return eagerly()
 
     if excess is not None:

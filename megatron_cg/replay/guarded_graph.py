@@ -261,7 +261,7 @@ def replay_instead(
             prepared = prepare(args, kwargs)
             if prepared is None:
                 return eager(*args, **kwargs)
-            why = None if conditions.repeats else prepared
+            why = None if conditions.all_eager else prepared
             if callable(why):
                 graph.turn("replays", "replayed", replays=True)
                 try:

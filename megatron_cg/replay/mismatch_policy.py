@@ -90,7 +90,7 @@ class ReplayPolicy:
 class Conditions:
     """What a session's replays and eager passes have to do in this step, besides the guards."""
 
-    repeats: bool = False
+    all_eager: bool = False
     """Whether every unit runs eagerly on all ranks: they repeat a step, or one has differed."""
     within_row_bound: Callable[[], bool] = lambda: True
     """Whether the numbers of graphs with collectives hold in this step so far. A call of all ranks;
@@ -229,9 +229,8 @@ class MismatchPolicy:
     def verifies_step(self) -> bool:
         """Whether this whole step is trained eagerly too, and compared."""
         interval = self._policy.verify_steps
-        return (
-            interval > 0 and self.verifications.step % interval == 0 and not self.conditions.repeats
-        )
+        is_due = interval > 0 and self.verifications.step % interval == 0
+        return is_due and not self.conditions.all_eager
 
     def step_differed(self, text: str) -> None:
         """Never replay again: all ranks have agreed that a verified step differs.
@@ -242,7 +241,7 @@ class MismatchPolicy:
         if self._policy.on_mismatch == "error":
             raise self._error(text, _AS_ASKED)
         logger.warning("megatron_cg: %s This step has eager numbers; so will all others.", text)
-        self.conditions.repeats = True
+        self.conditions.all_eager = True
 
     def mismatched(self, mismatch: Mismatch, layer: str, *, collectives: bool) -> None:
         """Return if the unit ``layer`` must run eagerly instead of the replay.

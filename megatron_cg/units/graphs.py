@@ -200,8 +200,8 @@ class GraphedUnits:
     def _begin_again_if_due(self) -> None:
         """Release graphs on all ranks if a unit of any of them has changed for good."""
         session, every = self.session, self._recapture
-        if not every or session is None or (mismatches := session.mismatches).conditions.repeats:
-            return  # Repeats: a verified step has differed.
+        if not every or session is None or (mismatches := session.mismatches).conditions.all_eager:
+            return  # All eager: a verified step has differed.
         if mismatches.verifications.step % every:
             return
         if not mismatches.on_any_rank("recapture", mismatches.steps_in_a_row >= every, TIMEOUT):

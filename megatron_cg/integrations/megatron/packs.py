@@ -183,7 +183,7 @@ class Packs:
         given, mismatches = kwargs.get(PACK), self._mismatches
         if mismatches is None or not model.training or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if (given is not None or self._votes) and not mismatches.conditions.repeats:
+        if (given is not None or self._votes) and not mismatches.conditions.all_eager:
             found = self._boundaries_of(given)
             self._unfit = found if isinstance(found, Mismatch) else None
             # If it does not fit on one rank, all run theirs eagerly.

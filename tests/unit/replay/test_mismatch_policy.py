@@ -48,7 +48,7 @@ def described(calls: list[str]) -> tuple[list[str], Counters]:
         layer.train(call != "evaluation")
         layer.cuda_graphs = [] if call == "no graphs" else [graph]
         prepared = {"mismatch": MISMATCHES[number % 2], "verified": None}.get(call, replay)
-        mismatches.conditions.repeats = call == "repeat"
+        mismatches.conditions.all_eager = call == "repeat"
         if call == "error":
             with pytest.raises(KeyError):
                 layer()

@@ -77,7 +77,7 @@ def train(fault: Fault | None, on_mismatch: Any, *, graphs: bool = True) -> dict
 
         def behind(_norm: Any, args: tuple[torch.Tensor]) -> None:
             nonlocal passes
-            by_graphs = graphs and not trainer.session.mismatches.conditions.repeats
+            by_graphs = graphs and not trainer.session.mismatches.conditions.all_eager
             if fault is not None and by_graphs and step == FAULTY and dist.get_rank() == 1:
                 passes += 1
                 if passes % 2 == 0:

@@ -58,7 +58,7 @@ def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: in
         if (
             training.step == step
             and session is not None
-            and not session.mismatches.conditions.repeats
+            and not session.mismatches.conditions.all_eager
         ):
             fault(training.model, out)
 

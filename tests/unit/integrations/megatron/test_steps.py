@@ -76,9 +76,9 @@ class Loop:
             forward_only: bool = False,
         ) -> Any:
             policy = self.session.mismatches
-            self.events.append("eager" if policy.conditions.repeats else "graphs")
+            self.events.append("eager" if policy.conditions.all_eager else "graphs")
             self.events.append(policy.conditions.within_row_bound())
-            self.session.counters.replayed += not policy.conditions.repeats
+            self.session.counters.replayed += not policy.conditions.all_eager
             return [forward_step_func(data_iterator) for _ in range(num_microbatches)]
 
         return forward_backward_no_pipelining
@@ -146,13 +146,13 @@ def test_a_failed_step_leaves_no_mode_behind(loop: Loop) -> None:
 
     def fail(data: Any) -> None:
         next(data)
-        if loop.session.mismatches.conditions.repeats:
+        if loop.session.mismatches.conditions.all_eager:
             raise ValueError("failed")
 
     loop.forward = fail
     with pytest.raises(ValueError, match="failed"):
         loop.step(batches())
-    assert not loop.session.mismatches.conditions.repeats
+    assert not loop.session.mismatches.conditions.all_eager
 
 
 @pytest.mark.parametrize("case", ["no graphs", "evaluation", "another model"])
