@@ -367,7 +367,7 @@ class ModelExperts:
             "cg_grouped_gemm": self.gemm,
             "cg_moe_exchange": "nccl" if self.peers is None else "peer",
             "cg_moe_rows": self.bound and self.bound.factor,
-            "cg_moe_stash": self.bound and self.bound.kept,
+            "cg_moe_stash": self.bound and self.bound.stash_factor,
         }
 
     def expect(self, layers: Iterable[nn.Module]) -> None:

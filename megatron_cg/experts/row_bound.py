@@ -71,7 +71,7 @@ class RowBound:
     """
 
     def __init__(self, factor: float | None, stash: float | None = None) -> None:
-        self.factor, self.kept = factor, stash
+        self.factor, self.stash_factor = factor, stash
         self.stash = None if stash is None else Stash(stash)
         self.flag = "--cg-moe-stash" if factor is None else "--cg-moe-rows"
         """The flag that it was made for."""

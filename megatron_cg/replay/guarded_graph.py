@@ -123,7 +123,7 @@ class InFlight:
         self._over: dict[int, _Pending] = {}
         """The last replay of each unit whose backward has begun."""
         self._notes_gradients = False
-        """Whether :meth:`is_kept` is asked; if not, gradients of inputs need not be known."""
+        """Whether :meth:`results_in_use` is asked; else gradients of inputs need not be known."""
 
     def broken(self, index: int) -> Mismatch | None:
         """What forbids a forward replay of the unit ``index`` now, or None."""
@@ -132,7 +132,7 @@ class InFlight:
                 return _waits(replay)
         return None
 
-    def is_kept(self, index: int) -> bool:
+    def results_in_use(self, index: int) -> bool:
         """Whether outputs or gradients of the unit's last replay are in use after its backward."""
         self._notes_gradients = True
         replay = self._over.get(index)
@@ -429,11 +429,11 @@ class GuardedGraph:
         """What says that the backward of an earlier replay is still to come; None if none is."""
         return self.in_flight.broken(self._index)
 
-    def is_kept(self) -> bool:
+    def results_in_use(self) -> bool:
         """Whether what the last replay returned is in use; if so, later ones return copies."""
-        is_kept = self.in_flight.is_kept(self._index)
-        self._gives_copies = self._gives_copies or is_kept
-        return is_kept
+        in_use = self.in_flight.results_in_use(self._index)
+        self._gives_copies = self._gives_copies or in_use
+        return in_use
 
     def _as_captured(self, outputs: Any) -> Any:
         """``outputs`` that needed no gradient at capture need none.

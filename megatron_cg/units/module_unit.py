@@ -250,6 +250,6 @@ class ModuleUnit(Unit):
                 return value
 
             mismatch = mismatch or not_recomputed() or graph.waits()
-            return mismatch or (_KEPT if graph.is_kept() else replay)
+            return mismatch or (_KEPT if graph.results_in_use() else replay)
 
         return replay_instead(target, prepare)
