@@ -230,8 +230,8 @@ class Bucket:
             self.waiting, self.waiting_bytes = [], 0
 
 
-class ParamGroup:
-    """Weights of one operation, whose gradients arrive at once, and the bucket of each.
+class Operation:
+    """One operation's weights, whose gradients arrive at once, and the bucket of each.
 
     Each check runs for every expert of every layer, so it must be cheap.
     """
@@ -243,14 +243,14 @@ class ParamGroup:
             places.setdefault(bucket.number, []).append(place)
         # An eager pass reaches the last weights first, so a bucket is complete with its first one.
         ordered = sorted(places.values(), reverse=True)
-        self.parts = [BucketSlice(buckets[at[0]], [weights[i] for i in at], at) for at in ordered]
+        self.slices = [BucketSlice(buckets[at[0]], [weights[i] for i in at], at) for at in ordered]
         """By bucket, in the order in which an eager pass completes the buckets."""
 
     def plain(self, gradients: Sequence[torch.Tensor | None]) -> list[list[Any]] | None:
-        """The gradients of each part if they only need to be copied, else None."""
-        by_part = [[gradients[place] for place in part.places] for part in self.parts]
-        if all(part.are_plain(own) for part, own in zip(self.parts, by_part, strict=True)):
-            return by_part
+        """The gradients of each slice if they only need to be copied, else None."""
+        by_slice = [[gradients[place] for place in one.places] for one in self.slices]
+        if all(one.are_plain(own) for one, own in zip(self.slices, by_slice, strict=True)):
+            return by_slice
         return None
 
 
@@ -286,7 +286,7 @@ class GradientBucketing:
         self._of_parameter: dict[int, Bucket] = {}
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self._detached: dict[int, Callable[[], bool]] = {}
-        self._parts: dict[int, nn.Parameter] = {}
+        self._partial: dict[int, nn.Parameter] = {}
         """Detached weights that have one part of their gradient and wait for the other part."""
         self.copies = 0
         """Number of fused copies so far."""
@@ -305,45 +305,45 @@ class GradientBucketing:
     def knows(self, parameter: object) -> bool:
         return id(parameter) in self._of_parameter
 
-    def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> ParamGroup:
+    def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Operation:
         """Detach an operation's ``weights`` from autograd; :meth:`knows` is true for each.
 
         ``to_come`` returns whether this backward pass has yet to reach the operation.
         """
         self._detached.update(dict.fromkeys(map(id, weights), to_come))
-        return ParamGroup(list(weights), [self._of_parameter[id(weight)] for weight in weights])
+        return Operation(list(weights), [self._of_parameter[id(weight)] for weight in weights])
 
-    def attach(self, together: ParamGroup) -> None:
+    def attach(self, operation: Operation) -> None:
         """Undo :meth:`detach`: only the weights' own hooks take their gradients again."""
-        for weight in together.weights:
+        for weight in operation.weights:
             self._detached.pop(id(weight), None)
 
     def take_detached(
-        self, together: ParamGroup, gradients: list[torch.Tensor | None], used: Sequence[bool]
+        self, operation: Operation, gradients: list[torch.Tensor | None], used: Sequence[bool]
     ) -> None:
         """Take gradients of detached weights, on the stream on which they are computed.
 
-        ``together`` is what :meth:`detach` returned for the weights. Gradients are in their order
+        ``operation`` is what :meth:`detach` returned for the weights. Gradients are in their order
         and dtype, in a graph's own memory, where none may wait. ``used`` says for each weight
         whether this backward pass also reaches its own hook.
         """
         expected = self._fsdp._params_require_handle_grad
-        is_usual = not any(used) and expected >= together.all
-        if is_usual and (plain := together.plain(gradients)) is not None:
-            for part, copied in zip(together.parts, plain, strict=True):
-                self._hand_over_at_once(part, copied)
+        is_usual = not any(used) and expected >= operation.all
+        if is_usual and (plain := operation.plain(gradients)) is not None:
+            for bucket_slice, copied in zip(operation.slices, plain, strict=True):
+                self._hand_over_at_once(bucket_slice, copied)
             return
-        in_order = list(zip(together.weights, gradients, used, strict=True))
-        if len(together.parts) > 1:
+        in_order = list(zip(operation.weights, gradients, used, strict=True))
+        if len(operation.slices) > 1:
             in_order.reverse()  # See Note [Weights detached from autograd].
         for weight, gradient, also in in_order:
             if gradient is not None and weight.grad is not None:
                 weight.grad = weight.grad + gradient
             elif gradient is not None:
                 weight.grad = gradient.clone()
-            if also and self._parts.pop(id(weight), None) is None:
+            if also and self._partial.pop(id(weight), None) is None:
                 # Autograd adds the other part, and the weight's own hook gets the sum.
-                self._parts[id(weight)] = weight
+                self._partial[id(weight)] = weight
             else:
                 own = self._of_parameter[id(weight)]
                 if weight not in expected and len(self._ready(own)) == own.size:
@@ -355,7 +355,7 @@ class GradientBucketing:
         if not self._fsdp._root_pre_backward_hook_issued:
             return
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
-        if self._parts or any(ready) or any(bucket.waiting for bucket in self._buckets):
+        if self._partial or any(ready) or any(bucket.waiting for bucket in self._buckets):
             raise FastPathError(
                 "A backward pass raised an exception, and only a part of its gradients is in their "
                 "buckets. Megatron-FSDP would add them to those of the next pass, some of them "
@@ -374,10 +374,10 @@ class GradientBucketing:
     def _is_whole(self, weight: nn.Parameter) -> bool:
         """Whether a detached weight has its full gradient when its own hook runs."""
         if self._detached[id(weight)]():
-            self._parts[id(weight)] = weight
+            self._partial[id(weight)] = weight
             return False
         expected = self._fsdp._params_require_handle_grad
-        if self._parts.pop(id(weight), None) is None and weight not in expected:
+        if self._partial.pop(id(weight), None) is None and weight not in expected:
             raise FastPathError(
                 "A weight of a graph got a gradient from another use after its gradient was put "
                 "into its bucket, so the sum would be incomplete. Either the weight got another "
@@ -455,17 +455,17 @@ class GradientBucketing:
         *others, last = waiting
         self._tell(bucket, others, last)
 
-    def _hand_over_at_once(self, part: BucketSlice, gradients: list[Any]) -> None:
-        bucket = part.bucket
+    def _hand_over_at_once(self, bucket_slice: BucketSlice, gradients: list[Any]) -> None:
+        bucket = bucket_slice.bucket
         bucket.begin(self._fsdp._params_require_handle_grad)
-        if bucket.complete_with(len(part.weights)) and bucket.waiting:
+        if bucket.complete_with(len(bucket_slice.weights)) and bucket.waiting:
             self._hand_over_waiting(bucket)
-        scaled = part.scaled_copies if self.scales and not bucket.handed_over else None
-        factor = self._copy(bucket, part.weights, gradients, scaled)
+        scaled = bucket_slice.scaled_copies if self.scales and not bucket.handed_over else None
+        factor = self._copy(bucket, bucket_slice.weights, gradients, scaled)
         if factor is not None:  # Megatron-FSDP reduces the bucket as it is.
             bucket.gradients.gradient_scaling_factor = None
         try:
-            self._tell(bucket, part.others, part.weights[-1])
+            self._tell(bucket, bucket_slice.others, bucket_slice.weights[-1])
         finally:
             if factor is not None:
                 bucket.gradients.gradient_scaling_factor = factor

@@ -74,10 +74,10 @@ class Taker(Protocol):
 
     def detach(self, weights: Sequence[nn.Parameter], to_come: Callable[[], bool]) -> Any: ...
 
-    def attach(self, together: Any) -> None: ...
+    def attach(self, operation: Any) -> None: ...
 
     def take_detached(
-        self, together: Any, gradients: list[torch.Tensor | None], used: Sequence[bool]
+        self, operation: Any, gradients: list[torch.Tensor | None], used: Sequence[bool]
     ) -> None: ...
 
 
@@ -240,7 +240,7 @@ class DetachedParams:
         """Nodes of calls that a backward pass may reach."""
         self._before: dict[int, list[torch.Tensor | None]] = {}
         """Gradient sums of the calls that a backward pass has reached, by the pass's number."""
-        self._together = taker.detach(self.parameters, self.is_still_to_come)
+        self._operation = taker.detach(self.parameters, self.is_still_to_come)
 
     def are(self, tail: Sequence[Any]) -> bool:
         """Whether exactly these need gradients among a replay's last arguments."""
@@ -255,7 +255,7 @@ class DetachedParams:
         )
 
     def close(self) -> None:
-        self._taker.attach(self._together)
+        self._taker.attach(self._operation)
 
     def is_used_by(self, node: Any) -> None:
         """Record a call whose backward pass may follow."""
@@ -289,7 +289,7 @@ class DetachedParams:
         if self.is_still_to_come():
             self._before[now] = [one if one is None else one.clone() for one in total]
         else:
-            self._taker.take_detached(self._together, total, [*map(_EXECUTES.cached, self._nodes)])
+            self._taker.take_detached(self._operation, total, [*map(_EXECUTES.cached, self._nodes)])
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

@@ -299,17 +299,17 @@ class _Hooked:
             self._to_come[module].append(to_come)
         return weights, places, to_come
 
-    def attach(self, together: Any) -> None:
-        _, places, to_come = together
+    def attach(self, operation: Any) -> None:
+        _, places, to_come = operation
         for module in places:
             self._to_come[module].remove(to_come)
 
     @torch.no_grad()
     def take_detached(
-        self, together: Any, gradients: list[torch.Tensor | None], used: Sequence[bool]
+        self, operation: Any, gradients: list[torch.Tensor | None], used: Sequence[bool]
     ) -> None:
         """See Note [Weights that autograd does not visit]."""
-        weights, places, _ = together
+        weights, places, _ = operation
         for module, own in places.items():
             given = [(weights[at], g, used[at]) for at in own if (g := gradients[at]) is not None]
             for weight, gradient, _ in given:
