@@ -158,11 +158,11 @@ class Session:
         for unit in self.units:
             self._undo.callback(set_attribute(unit.layer, "_megatron_cg_session", self))
         # A graph must not be destroyed while it replays, also if nobody closes its session.
-        self._rest = finalize(self, self._backend.synchronize)
-        self._rest.atexit = False
+        self._wait_on_drop = finalize(self, self._backend.synchronize)
+        self._wait_on_drop.atexit = False
         _SESSIONS[self] = None
-        capture = f" of capture {next(_captures)} ({type(self.sharding.network).__name__})"
-        self.mismatches.capture = capture if len(_SESSIONS) > 1 else ""
+        suffix = f" of capture {next(_captures)} ({type(self.sharding.network).__name__})"
+        self.mismatches.suffix = suffix if len(_SESSIONS) > 1 else ""
         self.counters.captured += len(self._graphs())
         self.phase = Phase.REPLAYING
         with ExitStack() as failed:
@@ -230,7 +230,7 @@ class Session:
         if not replaying:
             return
         del _SESSIONS[self]
-        self._rest.detach()
+        self._wait_on_drop.detach()
         with self._undo, ExitStack() as release:
             for graph in self._graphs():
                 release.callback(graph.reset)

@@ -120,7 +120,7 @@ class InFlight:
     def __init__(self) -> None:
         self._waiting: dict[int, _Pending] = {}
         """The last replay of each unit, by the unit's index, in the order of replay."""
-        self._over: dict[int, _Pending] = {}
+        self._backward_begun: dict[int, _Pending] = {}
         """The last replay of each unit whose backward has begun."""
         self._notes_gradients = False
         """Whether :meth:`results_in_use` is asked; else gradients of inputs need not be known."""
@@ -135,7 +135,7 @@ class InFlight:
     def results_in_use(self, index: int) -> bool:
         """Whether outputs or gradients of the unit's last replay are in use after its backward."""
         self._notes_gradients = True
-        replay = self._over.get(index)
+        replay = self._backward_begun.get(index)
         return replay is not None and replay.is_used
 
     def has(self, node: Any) -> bool:
@@ -204,7 +204,7 @@ class InFlight:
                 "runs with create_graph=True, and a CUDA graph has no second derivative. Leave "
                 "create_graph out if nothing differentiates the gradients.",
             )
-        self._over[index] = self._waiting.pop(index)
+        self._backward_begun[index] = self._waiting.pop(index)
         before_backward(gradients)
 
 
@@ -340,7 +340,7 @@ class GuardedGraph:
         self.name, self.collectives, self._one_node = unit.name, collectives, one_node
         self._verifications = mismatches.verifications
         self.replay_function, self._prepare_backward = replay, prepare_backward
-        self._replays, self._replayed, self._gives_copies = True, False, False
+        self._in_replay_mode, self._has_replayed, self._gives_copies = True, False, False
         self._constant = tuple(n for n, needed in enumerate(replay.needs) if not needed)
         """Which outputs need no gradient."""
         self._own: dict[int, torch.UntypedStorage | None] = {}
@@ -376,26 +376,26 @@ class GuardedGraph:
 
     def turn(self, words: str, name: str, *, replays: bool) -> None:
         """Turn to replays or to eager passes; see Note [Turns]. Raises ReplayMismatchError."""
-        if self._replays is replays:
+        if self._in_replay_mode is replays:
             return
         if self.collectives:
             text = f"{self.name} turns to {words}, on this rank."
             self.mismatches.fall_back_together(f"{self.name}/{name}", text, agreement.TIMEOUT)
-        self._replays = replays
+        self._in_replay_mode = replays
 
     def forbids(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """What forbids a replay with these arguments, also a verification, if one is due."""
         mismatch = self._guard.broken(args, kwargs)
         mismatch = mismatch or self.mismatches.other_setting(self._index)
         mismatch = mismatch or self._verifications.refuted.get(self._index)
-        if mismatch is None and (self._index in self._verifications.due or not self._replayed):
+        if mismatch is None and (self._index in self._verifications.due or not self._has_replayed):
             self.mismatches.conditions.flush_prefetch()
             mismatch = self._verify(args, kwargs)
         return mismatch
 
     def replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the graph returns for arguments of which :meth:`forbids` found nothing."""
-        is_first, self._replayed = not self._replayed, True
+        is_first, self._has_replayed = not self._has_replayed, True
         self.mismatches.counters.replayed += 1
         # Only a replay gets aliases of leaves. Autocast casts a leaf once in a step and adds up
         # the gradients of its uses before it casts them back, so an eager pass must get the leaf.
@@ -450,7 +450,7 @@ class GuardedGraph:
     def _verify(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
         """Compare a replay with an eager pass; see the notes in ``verify.py``."""
         gradients = self._prepare_backward() and self._guard.addresses.broken(forward=False) is None
-        on_any_rank = partial(self.mismatches.on_any_rank, self._unit.name, timeout=None)
+        on_any_rank = partial(self.mismatches.on_any_rank, self.name, timeout=None)
         # With the backend's own function, not the one that the fast path installs instead.
         with undone_after(self.replay_function.replace(self.replay_function.function)):
             found, unstable = verify(
@@ -476,7 +476,7 @@ class GuardedGraph:
         """
         mismatch = self._guard.broken_in_backward() or self._unit.broken(gradients)
         if mismatch is not None:
-            self.mismatches.mismatched_in_backward(mismatch, self._unit.name)
+            self.mismatches.mismatched_in_backward(mismatch, self.name)
         self.mismatches.counters.backwards += 1
 
 

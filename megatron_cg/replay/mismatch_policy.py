@@ -185,7 +185,7 @@ class MismatchPolicy:
         self._policy = policy
         self.on_any_rank = on_any_rank
         """Whether something is true on any rank; all ranks ask at the same replay of a unit."""
-        self.capture = ""
+        self.suffix = ""
         """Says in reports whose unit it is, if several models have graphs."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
         self._now: set[str] = set()
@@ -282,7 +282,7 @@ class MismatchPolicy:
 
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1
-        text = mismatch.text(f"{layer}{self.capture}")
+        text = mismatch.text(f"{layer}{self.suffix}")
         lasts = mismatch.clause not in _NOT_BY_CAPTURE
         self._now.update([layer] if lasts else ())
         if (layer, mismatch.key) in self._reported:
