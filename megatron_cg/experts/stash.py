@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.errors import say
 from megatron_cg.experts.slots import refuse_in_graph
 from megatron_cg.upstream.te import fp8_recipe
 
@@ -51,8 +50,6 @@ _MULTIPLE = 16
 """Rows of a push are a multiple of it, so that each of its tensors begins at a multiple of it."""
 _GARBAGE = 0xFF
 """NaN in every floating dtype, for what a GPU leaves uninitialized."""
-_UNCLEAR = "{flag:--cg-moe-stash} saves nothing: FP8 weights have a size of {rows:,} too, as rows"
-_WIDER = "{flag:--cg-moe-stash} saves less: a layer has more bytes a row than the first, {width:,}"
 
 
 class _Saved:
@@ -200,7 +197,7 @@ class Stash:
         is_quantized = fp8_recipe() is not None
         unclear = is_quantized and rows in sizes | {len(counts)}
         if unclear:  # Scales of quantized weights may have as many rows.
-            _say_once(say(_UNCLEAR, rows=rows))
+            _say_once(f"dropless experts stash no rows: FP8 weights have a size of {rows:,} too")
         # A pass that is computed again in a backward pass is used at once.
         if unclear or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
@@ -235,7 +232,7 @@ class Stash:
         push, before = _Push(buffer, counts), 0
         for one, width in zip(storages, widths, strict=True):
             if before + width > buffer.width:
-                _say_once(say(_WIDER, width=buffer.width))
+                _say_once(f"dropless experts stash less: a row has over {buffer.width:,} bytes")
                 break
             kept = _Storage(push, rows, width, before, len(one))
             tensor: Any = one[0].tensor
