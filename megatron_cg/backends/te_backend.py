@@ -123,7 +123,7 @@ class TransformerEngineBackend(Backend):
             # TE turns it off around each graph, and not on again after an error in one (2.20.2,
             # ``graph.py``, ``_graph_context_wrapper``).
             stack.callback(gc.enable if gc.isenabled() else gc.disable)
-            for kind in {type(module) for module in callables}:  # left wrapped on failure
+            for kind in {type(module) for module in callables}:  # TE leaves its own if it fails
                 stack.callback(set_attribute(kind, "__call__", kind.__call__, shared=True))
             modules = (module for root in callables for module in root.modules())
             for module in _with_delayed_scaling(modules):

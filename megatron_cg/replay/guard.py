@@ -255,7 +255,7 @@ class Addresses:
 
     A sharding gathers a layer for each of the two anew, maybe elsewhere. In the forward pass also
     the layout and dtype count (``w.data = w.data.t()``): a graph reads memory in those of capture.
-    Of quantized tensors none has a meaning.
+    Those of quantized tensors mean nothing.
     """
 
     def __init__(self, watched: Iterable[Watched] = ()) -> None:
@@ -323,8 +323,8 @@ def _hex(address: Any) -> str:
 class Hooks:
     """Since a capture, no hook was added to a module inside the graph or removed from one.
 
-    To be made while the unit's hooks are installed. Its own run around the replay and may change,
-    but for one of ``register_backward_hook``. So will those inside that are ``moved``.
+    To be made while the unit's hooks are installed. Hooks of the layer run around the replay and
+    may change, except one of ``register_backward_hook``. ``moved`` ones inside will run there too.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ class Guard:
 
     The modes must now be those of forward passes, but for the backend's state of numerics, such as
     TE's FP8 recipe: that of capture is ``captured_numerics``, and ``numerics`` returns the current
-    one. ``autocast`` is :func:`autocast_of` backward passes.
+    one. ``autocast`` is the autocast dtype of backward passes.
     """
 
     def __init__(

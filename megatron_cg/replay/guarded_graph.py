@@ -194,7 +194,7 @@ class InFlight:
                 this.unit,
                 f"comes before that of {last.unit.name}, which was replayed after it, and may "
                 "overwrite what that one reads. Run one backward() over the whole pass, with the "
-                f"output of every unit. A hook that returns another leaves {last.unit.name} out.",
+                f"outputs of all units. A hook returning a new tensor cuts {last.unit.name} off.",
             )
         if torch.is_grad_enabled():
             # Gradients of a replay have no graph of autograd of their own. What depends on them
@@ -417,8 +417,8 @@ class GuardedGraph:
             outputs = self._as_captured(outputs)
         if has_backward and not self._gives_copies:
             return outputs
-        # Without a backward nothing tells how long outputs are used, so the caller gets copies, but
-        # what lies in the memory of weights or buffers itself, as in eager passes.
+        # Without a backward nothing tells how long outputs are used. So the caller gets copies,
+        # except of what lies in the memory of weights or buffers: that it gets, as in eager passes.
         return tree_map(partial(copied, memory=dict(self._own)), outputs)
 
     def __getattr__(self, name: str) -> Any:

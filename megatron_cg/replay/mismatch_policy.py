@@ -139,7 +139,7 @@ class Verifications:
             self._new.clear()
 
     def ended(self, index: int, found: Mismatch | None, *, gradients: bool) -> Mismatch | None:
-        """Note what a verification has ``found``, of outputs and, or not, of ``gradients``.
+        """Note what a verification has ``found``. Gradients were compared only if ``gradients``.
 
         Returns the same, with the steps whose numbers may be wrong.
         """

@@ -62,7 +62,7 @@ def layers_of_one_pass(trainer: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        pytest.param((0,), "layer 0: its backward .* leaves layer 1 out", id="before"),
+        pytest.param((0,), "layer 0: its backward .* cuts layer 1 off", id="before"),
         pytest.param((1, 1), "or a second time", id="twice"),
     ],
 )
