@@ -452,8 +452,7 @@ class GradientBucketing:
         self._copy(bucket, waiting, gradients)
         for parameter in waiting:
             parameter.grad = None
-        *others, last = waiting
-        self._tell(bucket, others, last)
+        self._tell(bucket, waiting[:-1], waiting[-1])
 
     def _hand_over_at_once(self, bucket_slice: BucketSlice, gradients: list[Any]) -> None:
         bucket = bucket_slice.bucket
