@@ -285,10 +285,10 @@ class GuardedCapture:
         in_flight, made = InFlight(), list[GuardedGraph]()
         for index, (unit, graph) in enumerate(zip(self._units, graphs, strict=True)):
             observer, replay = self._observers[index], self._backend.replay_function(graph)
-            asks = observer.asks_for_gradients
             args, kwargs = request.args[index], request.kwargs[index]
-            one = unit.any_stride_of_one
-            inputs = Inputs(args, kwargs, unit.inputs, same_gradients=asks, any_stride_of_one=one)
+            asks, one = observer.asks_for_gradients, unit.any_stride_of_one
+            samples = (args, kwargs, observer.labels)
+            inputs = Inputs(*samples, same_gradients=asks, any_stride_of_one=one)
             made.append(
                 GuardedGraph(
                     graph,

@@ -84,9 +84,9 @@ class PassObserver:
     ) -> None:
         self._unit, self._error = unit, unit.refused
         self._device_type = args[0].device.type
-        labels = [f"number {index}" for index in range(len(args))]
-        labels[: len(unit.inputs)] = unit.inputs[: len(args)]
-        self._samples = dict([*zip(labels, args, strict=True), *kwargs.items()])
+        self.labels = [f"number {index}" for index in range(len(args))]
+        self.labels[: len(unit.inputs)] = unit.inputs[: len(args)]
+        self._samples = dict([*zip(self.labels, args, strict=True), *kwargs.items()])
         self._paths = {module: path for path, module in unit.layer.named_modules()}
         self._graphed = frozenset(unit.graphed)
         self._buffers = [

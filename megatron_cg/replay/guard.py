@@ -180,7 +180,6 @@ class Inputs:
         any_stride_of_one: bool = False,
     ) -> None:
         self._same_gradients, self._any_stride_of_one = same_gradients, any_stride_of_one
-        labels = [*names, *(f"number {index}" for index in range(len(names), len(args)))]
         tensors = [*args, *kwargs.values()]
         storages = [tensor.untyped_storage() for tensor in tensors]
         self.memory = [range(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
@@ -188,7 +187,7 @@ class Inputs:
         self._keywords = tuple(kwargs)
         self._given: list[str] = []
         """The keywords of the last call that was as at capture."""
-        self._names = [*labels[: len(args)], *kwargs]
+        self._names = [*names, *kwargs]
         self._captured = [_fields(tensor) for tensor in tensors]
 
     def broken(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:

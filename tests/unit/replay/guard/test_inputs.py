@@ -51,7 +51,7 @@ def call(inputs: Inputs, given: Given) -> Any:
 def test_a_call_is_broken_by_what_has_changed_in_it(same_gradients: bool) -> None:
     sample = of_capture()
     kwargs = {"mask": sample["mask"]}
-    inputs = Inputs([sample["0"], sample["1"]], kwargs, same_gradients=same_gradients)
+    inputs = Inputs([sample["0"], sample["1"]], kwargs, "01", same_gradients=same_gradients)
     # A gradient that nobody needs any more may be computed.
     allowed = set() if same_gradients else {"needs none now"}
     of_one = {"no tensor", "dtype", "new values", "needs one now"}  # All change argument 1.
