@@ -260,17 +260,14 @@ class BucketSlice:
     def __init__(self, bucket: Bucket, weights: list[nn.Parameter], places: list[int]) -> None:
         self.bucket, self.weights, self.places = bucket, weights, places
         self.others = frozenset(weights[:-1])
-        self.scaled_copies = ScaledCopies() if len(weights) == bucket.size else None
-        self._shapes = [weight.shape for weight in weights]
-        self._dtype = weights[0].dtype
+        scales = len(weights) == bucket.size and len({weight.dtype for weight in weights}) == 1
+        self.scaled_copies = ScaledCopies() if scales else None
 
     def are_plain(self, gradients: Sequence[Any]) -> bool:
-        if any(gradient is None for gradient in gradients):
-            return False
+        """Of gradients with the shapes and dtypes of the weights, as a graph's all have."""
         weights: Sequence[Any] = self.weights
         return (
-            [gradient.shape for gradient in gradients] == self._shapes
-            and all(gradient.dtype is self._dtype for gradient in gradients)
+            all(gradient is not None for gradient in gradients)
             and all(weight.grad is None for weight in weights)
             and not any(weight.grad_added_to_main_grad for weight in weights)
         )
