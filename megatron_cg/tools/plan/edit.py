@@ -229,7 +229,8 @@ def _asks_of_choice(settings: Settings, best: Tried) -> Iterator[str]:
     for name, cost in _BOUNDS.items():
         if name in best.reasons and best.line.has(name):
             repeated = "Steps in which a rank gets more rows are repeated eagerly"
-            yield f"{name} makes it fit. {repeated}{cost}"
+            instead = "Full recompute takes less memory: docs/performance.md#full-recompute"
+            yield f"{name} makes it fit. {repeated}{cost}. {instead}"
 
 
 def _against_attention(run: RunArguments) -> tuple[Violation, ...]:
