@@ -197,7 +197,8 @@ class Stash:
         is_quantized = fp8_recipe() is not None
         unclear = is_quantized and rows in sizes | {len(counts)}
         if unclear:  # Scales of quantized weights may have as many rows.
-            _say_once(f"dropless experts stash no rows: FP8 weights have a size of {rows:,} too")
+            why = f"FP8 weights also have a dimension of {rows:,}, so rows cannot be told apart"
+            _say_once(f"the stash keeps all that dropless experts save: {why}")
         # A pass that is computed again in a backward pass is used at once.
         if unclear or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
@@ -232,7 +233,8 @@ class Stash:
         push, before = _Push(buffer, counts), 0
         for one, width in zip(storages, widths, strict=True):
             if before + width > buffer.width:
-                _say_once(f"dropless experts stash less: a row has over {buffer.width:,} bytes")
+                why = f"its rows are longer than the first layer's, {buffer.width:,} bytes"
+                _say_once(f"the stash keeps all of some tensors that an MoE layer saves: {why}")
                 break
             kept = _Storage(push, rows, width, before, len(one))
             tensor: Any = one[0].tensor
