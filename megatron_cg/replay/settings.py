@@ -11,13 +11,15 @@ Note [Switches of torch]
     too (``sdpa_kernel``): units that call it have a row for them.
 
 Note [What counts]
-    Of a module its numbers of type float, strings and functions, and new attributes that take the
-    place of a method. Integers and booleans are left out, since modules count passes with them. Of
-    a config everything plain that layers may read, and of a class its functions.
+    Of a module its floats, strings, enums, tuples of plain values and functions, None that becomes
+    such a value, and new attributes that take the place of a method. Integers and booleans are left
+    out, since modules count passes with them. Of a config everything plain that layers may read,
+    and of a class its functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from functools import cache, partial
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -42,9 +44,10 @@ _OTHERS = [
 ]
 _PACKAGES = KNOWN | {"torch"}
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod)
-_OF_MODULES = (float, str, *_FUNCTIONS)
+_OF_MODULES = (type(None), float, str, Enum, *_FUNCTIONS)
 _OF_LOOPS = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
 """Fields of a config that are scheduled in training and read behind the layers."""
+_OTHER_ROWS = ("forward", "_training_state", "_is_full_backward_hook", *COPIES)
 _names_of = cache(lambda kind: frozenset(dir(kind)).difference(COPIES))
 _CLAUSE, _CLASSES = "setting", SimpleNamespace(get=type)
 """The class of an object, as a key, is a row like others."""
@@ -83,15 +86,17 @@ def settings_of(units: Iterable[Unit]) -> Objects:
     """Switches of torch, and settings of the modules in the graphs of ``units``, as they are."""
     entries = [Entry(Switches(), "", "switches", "a switch of torch")]
     key_sets, seen = list[KeySet](), set[int]()
-    for unit in (one for one in units if not one.is_plain_module):
+    for unit in units:
+        packages = KNOWN if unit.is_plain_module else _PACKAGES
         names = {module: name for name, module in unit.layer.named_modules()}
         for module in (unit.layer, *unit.graphed):
-            if is_known(module, _PACKAGES) and id(module) not in seen:
+            if is_known(module, packages) and id(module) not in seen:
                 seen.add(id(module))
                 where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
-                # The replay replaces the forward of the layer itself.
-                skipped = ("forward",) if module is unit.layer else ()
-                entries += _of_kinds(own, where, _OF_MODULES, skipped)
+                for key, value in own.items():
+                    if key not in _OTHER_ROWS and _setting(value) is value:
+                        holder = _row(own, value, _setting)
+                        entries.append(Entry(holder, key, _CLAUSE, f"{key} of {where}"))
                 entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
                 kind: Any = type(module)
                 key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind)))
@@ -99,20 +104,14 @@ def settings_of(units: Iterable[Unit]) -> Objects:
     return Objects(entries, key_sets)
 
 
-def _of_kinds(
-    holder: Mapping[str, Any], where: str, kinds: tuple[type, ...], skipped: Sequence[str] = ()
-) -> Iterator[Entry]:
-    for key, value in holder.items():
-        if isinstance(value, kinds) and key not in (*skipped, *COPIES):
-            yield Entry(holder, key, _CLAUSE, f"{key} of {where}")
-
-
 def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
     """Of the classes of a module and of its config, unless they are in ``seen``."""
     for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
         if id(kind) not in seen:
             seen.add(id(kind))
-            yield from _of_kinds(vars(kind), f"class {kind.__name__}", _FUNCTIONS)
+            for key, value in vars(kind).items():
+                if isinstance(value, _FUNCTIONS) and key not in COPIES:
+                    yield Entry(vars(kind), key, _CLAUSE, f"{key} of class {kind.__name__}")
     config = getattr(module, "config", None)
     config = getattr(config, "__dict__", {}).get("_config", config)
     if is_dataclass(config) and id(config) not in seen:
@@ -120,14 +119,22 @@ def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
         for key, value in vars(config).items():
             counts = is_plain(value) or is_container(value) or key == "activation_func"
             if counts and key not in _OF_LOOPS:
-                holder: Any = vars(config)
-                if value is None:
-                    holder = SimpleNamespace(get=partial(_not_a_function, holder))
                 what = f"{key} of the model's {type(config).__name__}"
-                yield Entry(holder, key, _CLAUSE, what)
+                yield Entry(_row(vars(config), value, _no_function), key, _CLAUSE, what)
 
 
-def _not_a_function(fields: Mapping[str, Any], key: str) -> Any:
+def _row(fields: Mapping[str, Any], value: Any, counts: Callable[[Any], Any]) -> Any:
+    """What has the field of this ``value``; None stays None until it becomes what ``counts``."""
+    later = SimpleNamespace(get=lambda key: counts(fields.get(key)))
+    return later if value is None else fields
+
+
+def _setting(value: Any) -> Any:
+    """The attribute of a module; None if it does not count."""
+    counts = isinstance(value, _OF_MODULES) or (type(value) is tuple and all(map(is_plain, value)))
+    return value if counts else None
+
+
+def _no_function(value: Any) -> Any:
     """The field of a config; None if a loop gave it a function, as for gradients and timers."""
-    value = fields.get(key)
     return None if callable(value) else value

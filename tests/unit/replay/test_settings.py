@@ -10,12 +10,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import relu
 
 from megatron_cg.errors import HookError
+from megatron_cg.replay.settings import settings_of
+from megatron_cg.replay.unit import Unit
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
@@ -121,6 +124,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "dropout": (DENSE | {"dropout": 0.1}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
     "function": (DENSE, to("mlp.activation_func", relu)),
     "config": (DENSE, to("config.activation_func", relu)),
+    "none": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.scale", 0.5)),
+    "none to a tuple": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.window_size", (2, 0))),
+    "none to what counts": (DENSE, to("mlp.linear_fc1.grad_output_buffer", 0)),
+    "enum": (DENSE, to(f"{ATTENTION}.attn_mask_type", AttnMaskType.no_mask)),
     "method": (DENSE, method),
     "coefficient": (MOE, to("config.moe_aux_loss_coeff", 1.0)),
     "list in place": (MOE | LISTED, lambda layer: layer.config.moe_layer_freq.append(1)),
@@ -134,7 +141,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "nothing": (DENSE, lambda _layer: None),
 }
 """The model, and what is changed on each layer before a step, for good."""
-UNSEEN = ("bias rate", "nothing")
+UNSEEN = ("bias rate", "none to what counts", "nothing")
 """Of them, those that a layer does not read."""
 CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
     **{
@@ -168,29 +175,36 @@ def test_what_is_changed_on_a_layer_is_trained_eagerly_as_long_as_it_is(
     assert graphed == eager and counts | CASES[name][2] == counts
 
 
-@pytest.mark.parametrize("modules", [("attn", "mlp"), ("attn",)])
+def test_settings_of_megatrons_modules_count_in_plain_units_too(one_rank: None) -> None:
+    with trainer_of(CpuModelConfig(**DENSE), graphs=False) as trainer:
+        mlp = layers_of(trainer)[0].mlp
+        unit = Unit("mlp", mlp, (mlp,))
+        unit.is_plain_module = True
+        settings = settings_of([unit])
+        assert settings.broken() is None
+        mlp.activation_func = relu
+        assert "activation_func of mlp" in str(settings.broken())
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (DENSE, "layer 1: somebody has replaced forward"),
+        (DENSE | {"graph_modules": ("attn",)}, "layer 1: somebody has replaced forward"),
+        (MOE, "replaced forward of a MoELayer"),
+    ],
+)
 def test_a_layer_with_a_forward_of_its_own_is_refused(
-    modules: tuple[str, ...], one_rank: None
+    shape: dict[str, Any], words: str, one_rank: None
 ) -> None:
-    shape = CpuModelConfig(layers=2, graph_modules=modules)
-    with microbatch_of(2), trainer_of(shape) as trainer:
+    with microbatch_of(2), trainer_of(CpuModelConfig(**shape)) as trainer:
         layer = layers_of(trainer)[1]
         kind = type(layer)
-        own = type("Own", (kind,), {"forward": kind.forward})
-        layer.__class__ = own
+        layer.__class__ = type("Own", (kind,), {"forward": kind.forward})
         with pytest.raises(HookError, match="layer 1: Own defines a forward"):
             helper_of(trainer, TapeBackend())
         layer.__class__ = kind
-        helper = helper_of(trainer, TapeBackend())
-        layer.forward = lambda *a, _own=layer.forward, **k: _own(*a, **k)
-        with pytest.raises(HookError, match="layer 1: somebody has replaced forward"):
-            helper.capture()
-        helper.close()
-
-
-def test_a_moe_layer_with_a_forward_of_its_own_is_refused(one_rank: None) -> None:
-    with microbatch_of(2), trainer_of(CpuModelConfig(**MOE)) as trainer:
-        mlp = layers_of(trainer)[0].mlp
-        mlp.forward = lambda *a, _own=mlp.forward, **k: _own(*a, **k)
-        with pytest.raises(HookError, match="replaced forward of a MoELayer"):
-            helper_of(trainer, TapeBackend())
+        replaced = layer.mlp if shape is MOE else layer
+        replaced.forward = lambda *a, _own=replaced.forward, **k: _own(*a, **k)
+        with pytest.raises(HookError, match=words):
+            helper_of(trainer, TapeBackend()).capture()
