@@ -156,13 +156,14 @@ class _Detached(torch.autograd.Function):
         *head_and_leaf: Any,
     ) -> Any:
         head = head_and_leaf[:-1]
-        ctx.detached, ctx.computed_in = (function, weights, len(head)), NO_PASS
+        ctx.call, ctx.computed_in = (function, weights, len(head)), NO_PASS
+        ctx.detached = weights.edges  # for ``users_of``
         weights.is_used_by(ctx)
         return function.forward(ctx, *head, *tail)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        function, weights, head = ctx.detached
+        function, weights, head = ctx.call
         computed = function.backward(ctx, *gradients)
         weights.computed(ctx, computed[head:])
         return (None, None, None, *computed[:head], None)
@@ -235,7 +236,7 @@ class DetachedParams:
         self.leaf = torch.zeros((), device=self.parameters[0].device, requires_grad=True)
         """See Note [Passes that name their inputs]."""
         self._of_leaf = get_gradient_edge(self.leaf).node
-        self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self.edges = edges_of(self.parameters)
         self.calls = weakref.WeakSet[Any]()
         """Nodes of calls that a backward pass may reach."""
         self._before: dict[int, list[torch.Tensor | None]] = {}
@@ -289,7 +290,8 @@ class DetachedParams:
         if self.is_still_to_come():
             self._before[now] = [one if one is None else one.clone() for one in total]
         else:
-            self._taker.take_detached(self._operation, total, [*map(_EXECUTES.cached, self._nodes)])
+            used = [_EXECUTES.cached(node) for node, _ in self.edges]
+            self._taker.take_detached(self._operation, total, used)
 
 
 def _needs(tail: Sequence[Any]) -> list[bool]:

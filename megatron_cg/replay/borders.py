@@ -214,7 +214,7 @@ def edges_of(roots: Sequence[Any]) -> list[Edge]:
 
 
 def users_of(roots: Sequence[Any]) -> dict[Edge, list[Any]]:
-    """The nodes that give a gradient to each edge of the graph below ``roots``."""
+    """The nodes that give a gradient to each edge below ``roots``, or to one of ``detached``."""
     users: dict[Edge, list[Any]] = {edge: [] for edge in edges_of(roots)}
     ahead, seen = [node for node, _ in users], set()
     while ahead:
@@ -222,7 +222,7 @@ def users_of(roots: Sequence[Any]) -> dict[Edge, list[Any]]:
         if node in seen:
             continue
         seen.add(node)
-        for edge in node.next_functions:
+        for edge in (*node.next_functions, *getattr(node, "detached", ())):
             if edge[0] is not None:
                 users.setdefault(edge, []).append(node)
                 ahead.append(edge[0])

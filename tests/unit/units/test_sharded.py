@@ -20,12 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from megatron_cg import graph_units
-from megatron_cg.errors import (
-    BufferInUseError,
-    ConfigurationError,
-    HookError,
-    ReplayMismatchError,
-)
+from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError, ReplayMismatchError
 from megatron_cg.fsdp.roles import unsharded_parameters
 from megatron_cg.fully_shard.fsdp2 import FullyShard, own_groups
 from megatron_cg.fully_shard.megatron_fsdp_v2 import _in_order
@@ -130,10 +125,10 @@ def on_two_meshes(network: Network) -> Any:
     return fully_shard(network, mesh=mesh)
 
 
-def with_weights_used_twice(network: Network) -> Any:
+def with_weights_used_twice(network: Network) -> Network:
     for layer in network.layers:
         layer.down = layer.up
-    return under_fsdp2(mp_policy=IN_BF16)(network)
+    return network
 
 
 class InReverse(nn.ModuleList):
@@ -366,15 +361,21 @@ def taken_in_backward() -> None:
     Run(Case(under_v2(), before_step=before)).train(graphed=True)
 
 
-def input_used_later(wrap: Callable[[Network], Any]) -> None:
-    """A hook mixes a unit's input and its result, only after the capture."""
+USED_LATER = WRAPS | {"v1, weights": under_v1(with_weights_used_twice)}
+
+
+def used_later(wrap: Callable[[Network], Any]) -> None:
+    """A hook uses what a unit uses twice, only after the capture."""
+
+    def mix(layer: Any, given: Any, result: Any) -> Any:
+        used = layer.up.weight if layer.down is layer.up else given[0]
+        return result + used.mean() * used.sum()
 
     def before(run: Run, step: int) -> None:
         if step == LATER:
-            mix = lambda _, given, result: given[0] + 0.5 * (result - given[0])  # noqa: E731
-            layers_of(run)[1].register_forward_hook(mix)
+            layers_of(run)[1].register_forward_hook(mix, prepend=True)
 
-    Run(Case(wrap, before_step=before)).train(graphed=True)
+    Run(Case(wrap, (WIDTH,) * 3, before_step=before)).train(graphed=True)
 
 
 def refused() -> list[str]:
@@ -400,9 +401,10 @@ def run_all() -> dict[str, Any]:
     ]
     found["in use"] = [said(detached_later), said(taken_in_backward)]
     found["refused"] = refused()
-    twice = Case(with_weights_used_twice, (WIDTH, WIDTH, WIDTH))
+    wrap = under_fsdp2(mp_policy=IN_BF16)
+    twice = Case(lambda network: wrap(with_weights_used_twice(network)), (WIDTH,) * 3)
     found["varying"] = said(lambda: Run(twice).train(graphed=True))
-    found["outside"] = {way: said(partial(input_used_later, wrap)) for way, wrap in WRAPS.items()}
+    found["outside"] = {way: said(partial(used_later, wrap)) for way, wrap in USED_LATER.items()}
     return found
 
 
@@ -485,18 +487,15 @@ def test_units_that_begin_to_need_one_buffer_end_the_run(report: dict[str, Any])
     assert re.match(words, fsdp2) and "while another unit holds the buffer" in v2
 
 
-def test_units_whose_gradients_are_summed_in_varying_dtypes_are_refused(
-    report: dict[str, Any],
-) -> None:
+def test_units_that_sum_gradients_in_varying_dtypes_are_refused(report: dict[str, Any]) -> None:
     words = "a parameter of shape (8,), used 2 times inside, has another reduce_"
     assert (words in report["varying"]) == FullyShard.varies_sums
 
 
-@pytest.mark.parametrize("way", WRAPS)
-def test_an_input_that_is_used_outside_too_after_the_capture_ends_the_run(
-    report: dict[str, Any], way: str
-) -> None:
-    words = r"layers\.1: .* is x, used several times inside and 2 times later outside"
+@pytest.mark.parametrize("way", USED_LATER)
+def test_what_is_used_outside_too_later_ends_the_run(report: dict[str, Any], way: str) -> None:
+    what = r"a parameter of shape \(8, 8\)" if "weights" in way else "x"
+    words = rf"layers\.1: .* is {what}, used several times inside and 2 times later outside"
     assert re.match(words, report["outside"][way])
 
 
