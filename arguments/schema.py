@@ -251,6 +251,8 @@ class RunArguments:
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)  # kinds of balancing
     moe_shared_expert_overlap: bool = False  # shared expert runs beside communication
     moe_input_jitter_eps: float | None = None  # random noise on a MoE layer's input
+    moe_router_force_load_balancing: bool = False  # random logits in place of a router's
+    moe_router_force_biased: float | None = None  # and a random bias on them
     expert_model_parallel_size: int = 1  # ranks that share the experts
     expert_tensor_parallel_size: int = 1  # tensor-parallel ranks of an expert
     add_bias_linear: bool = True  # linear layers have a bias

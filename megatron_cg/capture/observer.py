@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.backends.base import generators_of
+from megatron_cg.backends.base import generators_of, megatron_tracker
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
 from megatron_cg.replay.borders import local
@@ -46,6 +46,7 @@ from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import device_generator, values_kept
 from megatron_cg.upstream.patch import wrap_method
 from megatron_cg.upstream.symbols import Symbol
+from megatron_cg.upstream.te import fused_attention_draws_only_dropout
 
 if TYPE_CHECKING:
     from megatron_cg.units.code_observer import CodeObserver
@@ -274,7 +275,8 @@ def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
     drew: list[bool] = []
 
     def states() -> list[torch.Tensor]:
-        return [generator.get_state() for generator in generators]
+        tracked = filter(torch.is_tensor, getattr(megatron_tracker(), "states_", {}).values())
+        return [*tracked, *(generator.get_state() for generator in generators)]
 
     def compare() -> None:
         drew.extend(not torch.equal(*pair) for pair in zip(restored, states(), strict=False))
@@ -283,13 +285,14 @@ def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
         restored[:] = states()
 
     with ExitStack() as undo:
+        undo.callback(fused_attention_draws_only_dropout())
         for owner in (torch, torch.cuda):
             undo.callback(wrap_method(owner, "set_rng_state", before=compare, after=note))
         yield
     if any(drew):
         raise unit.refused(
-            "recomputes activations and draws random numbers in that (torch.utils.checkpoint "
-            "around a dropout)",
+            "recomputes activations and draws random numbers in that (full recompute or "
+            "torch.utils.checkpoint around a dropout)",
             "Its forward and its backward graph would draw different ones, and gradients would be "
             "wrong. Set dropout to 0, take it out of what is recomputed, or drop the checkpoint.",
         )

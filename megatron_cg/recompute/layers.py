@@ -8,10 +8,10 @@ Note [Where the checkpoint is]
     graph runs the forward pass again before it differentiates. The passes of all layers use the
     same memory of the pool one after another.
 
-    The checkpoint is torch's. Megatron's own runs nothing twice while a capture is under way
-    (``tensor_parallel/random.py``, ``checkpoint``). It keeps no states of random generators, so the
-    rules refuse what draws (``recompute/rules.py``). It is the reentrant one, which needs
-    ``torch.autograd.backward`` without ``inputs``, as Transformer Engine calls it in a capture.
+    Eager passes have Megatron's own, which runs nothing twice in a capture. There it is torch's
+    reentrant one, which needs ``torch.autograd.backward`` without ``inputs``, as Transformer Engine
+    calls it. A graph keeps no random states: rules refuse what draws, and warmups keep them to
+    refuse the rest (``capture/observer.py``, Note [Two graphs, two draws]).
 
 Note [Which layers]
     ``uniform`` recomputes all layers, in chunks of ``recompute_num_layers`` of which only the first
@@ -34,6 +34,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
@@ -138,14 +139,19 @@ def _recompute(layer: Any) -> Callable[[], None]:
             if not layer.training or not torch.is_grad_enabled():
                 return run(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
+            own = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
             as_now = nullcontext if is_capturing() else not_capturing
 
             def once(*given: Any) -> Any:
-                args, kwargs = tree_unflatten(given, spec)
+                now = dict(enumerate(leaves)) | dict(zip(own, given, strict=True))
+                args, kwargs = tree_unflatten(now.values(), spec)
                 with as_now():
                     return run(*args, **kwargs)
 
-            return checkpoint(once, *leaves, use_reentrant=True, preserve_rng_state=False)
+            if not is_capturing():
+                return CheckpointFunction.apply(once, False, *own.values())
+            warms_up = not torch.cuda.is_current_stream_capturing()
+            return checkpoint(once, *own.values(), use_reentrant=True, preserve_rng_state=warms_up)
 
         return forward
 

@@ -36,11 +36,13 @@ def _against_full_recompute(given: Configuration) -> list[Facts]:
             _DRAWS,
             "{type:--attention-dropout 0 --hidden-dropout 0}",
         ),
-        (
-            run.moe_input_jitter_eps is not None,
-            "{flag:--moe-input-jitter-eps}",
-            _DRAWS,
-            "{drop:--moe-input-jitter-eps}",
+        *(
+            (is_set, f"{{flag:{flag}}}", _DRAWS, f"{{drop:{flag}}}")
+            for is_set, flag in (
+                (run.moe_input_jitter_eps is not None, "--moe-input-jitter-eps"),
+                (run.moe_router_force_load_balancing, "--moe-router-force-load-balancing"),
+                (run.moe_router_force_biased is not None, "--moe-router-force-biased"),
+            )
         ),
         (
             run.has_low_precision,

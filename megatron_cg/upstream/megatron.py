@@ -20,9 +20,7 @@ from megatron_cg.upstream.patch import Undo, replace_function, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 _START, _END, _IS_CAPTURING = (
-    Symbol(
-        f"megatron.core.transformer.cuda_graphs:{name}", "a function of Megatron's capturing flag"
-    )
+    Symbol(f"megatron.core.transformer.cuda_graphs:{name}", "part of Megatron's capturing flag")
     for name in ("_set_capture_start", "_set_capture_end", "is_graph_capturing")
 )
 _RULES = Symbol(

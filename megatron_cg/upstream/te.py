@@ -1,10 +1,12 @@
 """What other backends need of Transformer Engine where the model has loaded it. Imports no TE."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_cg.restore import device_generator
+from megatron_cg.upstream.patch import Undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 GRAPH = "transformer_engine.pytorch.graph"
@@ -18,6 +20,10 @@ RNG_STATES = Symbol(
 )
 FP8_ENABLED = Symbol(f"{FP8}.is_fp8_enabled", "whether quantization is on")
 FP8_RECIPE = Symbol(f"{FP8}.get_fp8_recipe", "the recipe in use")
+_FUSED = Symbol(
+    "transformer_engine.pytorch.cpp_extensions.fused_attn:tex.fused_attn_fwd",
+    "the kernel of fused attention, with dropout as its argument number 4",
+)
 _ATTENTION = Symbol(
     "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
     ":_attention_backends",
@@ -25,7 +31,7 @@ _ATTENTION = Symbol(
 )
 RELIES_ON = (
     *(START_CAPTURING, IS_CAPTURING, END_CAPTURING, RNG_STATES, FP8_ENABLED, FP8_RECIPE),
-    _ATTENTION,
+    *(_ATTENTION, _FUSED),
 )
 UPGRADE = "pip install 'nvidia-cublas>=13.8.1'"
 """Of CUDA 13. Torch 2.11 pins an older one, and pip warns."""
@@ -51,6 +57,19 @@ def rng_states() -> dict[str, Any]:
 def fuses_attention() -> bool:
     """Whether cuDNN computed TE's last attention; also true where none of TE's is loaded."""
     return not _is_loaded(_ATTENTION) or bool(_ATTENTION.find()["use_fused_attention"])
+
+
+def fused_attention_draws_only_dropout() -> Undo:
+    """Let fused attention not advance the generator without dropout, until the undo."""
+    return run_instead(_FUSED, _attention) if _is_loaded(_FUSED) else lambda: None
+
+
+def _attention(kernel: Callable[..., Any], *args: Any) -> Any:
+    states = [(one, one.get_state()) for one in device_generator()]
+    result = kernel(*args)
+    for generator, state in states if args[4] == 0.0 else ():
+        generator.set_state(state)
+    return result
 
 
 @contextmanager

@@ -212,11 +212,8 @@ class FsdpHelper:
                 stack.callback(cuda_graphs._set_capture_end)
                 TECudaGraphHelper.create_cudagraphs(self.helper)
                 if captured != ([len(self._layers)] if self._layers else []):
-                    raise changed(
-                        "megatron-core",
-                        f"{_HELPER}.create_cudagraphs",
-                        "one call of that module's make_graphed_callables for all layers",
-                    )
+                    expected = "one call of that module's make_graphed_callables for all layers"
+                    raise changed("megatron-core", f"{_HELPER}.create_cudagraphs", expected)
                 if experts is not None:
                     changes.callback(experts.hold())
             if self._packs is not None:
@@ -227,15 +224,14 @@ class FsdpHelper:
     def _new_session(self) -> Session:
         given, sharding = self.given, of_megatron(self.helper.model[0])
         assert sharding is not None
+        policy = ReplayPolicy(given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps)
         return Session(
             sharding,
             megatron_unit.units_of(self._layers, self._packs),
             self._backend,
             self._agreement,
             run_remaining_hooks=given.cg_on_failure == "eager",
-            policy=ReplayPolicy(
-                given.cg_on_mismatch, given.cg_verify_interval, given.cg_verify_steps
-            ),
+            policy=policy,
             fast_path=not given.cg_no_fsdp_fast_path,
             optimizers=self.helper.optimizers,
         )

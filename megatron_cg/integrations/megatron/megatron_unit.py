@@ -56,21 +56,14 @@ from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.plain import is_known
 from megatron_cg.replay.unit import ManualHook, Unit
+from megatron_cg.upstream import patch
 from megatron_cg.upstream.megatron import (
     LayerConfig,
     capturing_flag,
     is_running_region,
     not_capturing,
 )
-from megatron_cg.upstream.patch import (
-    Undo,
-    add_observer,
-    combine_undos,
-    combined_undo,
-    replace_function,
-    set_attribute,
-    undone_after,
-)
+from megatron_cg.upstream.patch import Undo, combined_undo
 from megatron_cg.upstream.symbols import Symbol
 
 _SHARED = Symbol(
@@ -120,7 +113,7 @@ class LayerScopes:
             for owner in owners:
                 if (config := getattr(owner, "config", None)) is not None:
                     own = LayerConfig(config, cuda_graph_modules=[*self.of(layer)])
-                    yield set_attribute(owner, "config", own)
+                    yield patch.set_attribute(owner, "config", own)
 
     def _keep_captured(self, helper: Any) -> None:
         """Without pipeline parallelism Megatron's helper has one list of layers."""
@@ -152,7 +145,6 @@ def name_of(layer: Any) -> str:
 
 
 MASK = "attention_mask"
-
 _TRANSFORMER = "megatron.core.transformer.transformer_layer:TransformerLayer"
 _SAMPLES = Symbol(
     f"{_TRANSFORMER}.get_layer_static_inputs",
@@ -180,15 +172,11 @@ _SCALER = Symbol(
 )
 _METRICS = "megatron.core.transformer.moe.moe_logging"
 _TRACKER = "_MOE_METRICS_TRACKER"
-_BUFFERS = Symbol(
-    "megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER", "memory that all layers share"
-)
+_BUFFERS = Symbol("megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER", "memory of all layers")
 RELIES_ON = (
     *(_SAMPLES, _REPLAY_ARGS, _ATTENTION, _SCALER, _BUFFERS),
     Symbol("megatron.core.utils:GlobalMemoryBuffer", "what it is", attributes=("buffer",)),
-    Symbol(
-        "megatron.core.transformer.cuda_graphs:_layer_is_graphable", "which layers have a scope"
-    ),
+    Symbol("megatron.core.transformer.cuda_graphs:_layer_is_graphable", "what has a scope"),
     Symbol(
         _LAYER,
         "a layer with graphs",
@@ -301,7 +289,7 @@ class MegatronUnit(Unit):
         return say(f"{instead}{'' if is_mtp(layer) else alone}.", index=index)
 
     def kept(self) -> AbstractContextManager[None]:
-        return undone_after(StepState().restore)
+        return patch.undone_after(StepState().restore)
 
     def in_backward(self) -> AbstractContextManager[None]:
         return capturing_flag()
@@ -363,8 +351,10 @@ class MegatronUnit(Unit):
         yield replay_instead(target, prepare)
         # Alive until the graphs are deleted; see Note [Buffers that Megatron makes larger].
         yield dict(getattr(_BUFFERS.find(), "buffer", {})).clear
-        yield replace_function(target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False)
-        yield set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
+        yield patch.replace_function(
+            target, "_should_call_te_cudagraph", lambda *_args, **_kwargs: False
+        )
+        yield patch.set_attribute(target, "cuda_graph_manual_hooks", list(before_replay))
 
 
 def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | None:
@@ -375,15 +365,12 @@ def _no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch | Non
     positional = ((f"number {index}", value) for index, value in enumerate(args))
     for name, value in (*positional, *kwargs.items()):
         if value is not None and not isinstance(value, torch.Tensor):
-            return Mismatch(
-                "object",
-                f"argument {name}",
-                "not given",
-                described(value),
+            why = (
                 "A graph takes only tensors, so the pass runs eagerly. Packed sequences go into "
                 "graphs only if all steps before the capture had packs of one form. Or "
-                f"{say('leave attn out of {flag:--cuda-graph-modules}')}.",
+                f"{say('leave attn out of {flag:--cuda-graph-modules}')}."
             )
+            return Mismatch("object", f"argument {name}", "not given", described(value), why)
     return None
 
 
@@ -396,18 +383,12 @@ def _not_passed_on(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mismatch |
     hidden = args[0] if args else kwargs.get(HIDDEN)
     sample = getattr(kwargs.get(PACK), "tokens_per_sample", None)
     samples = hidden.shape[0] // sample if sample and hidden is not None else 1
-    for name, value in (
-        ("argument padding_mask", kwargs.get("padding_mask")),
-        (f"{PACK}.tokens_per_sample", sample if samples > 1 else None),
-    ):
+    padding, pack = "argument padding_mask", f"{PACK}.tokens_per_sample"
+    found = {padding: kwargs.get("padding_mask"), pack: sample if samples > 1 else None}
+    for name, value in found.items():
         if value is not None:
-            return Mismatch(
-                "structure",
-                name,
-                "not given",
-                described(value),
-                "Megatron does not pass it on to the part of the layer that its graph holds.",
-            )
+            why = "Megatron does not pass it on to the part of the layer that its graph holds."
+            return Mismatch("structure", name, "not given", described(value), why)
     return None
 
 
@@ -424,7 +405,9 @@ class ObservedInputs:
         self.packs = ObservedPacks()
 
     def observe_step(self) -> Undo:
-        return combine_undos(add_observer(layer, self._called) for layer in self._layers)
+        return patch.combine_undos(
+            patch.add_observer(layer, self._called) for layer in self._layers
+        )
 
     def is_never_given(self, layer: nn.Module, name: str) -> bool:
         """Whether a layer was called with that keyword and its value was always None."""
@@ -465,10 +448,10 @@ def without_unused_masks(layers: Sequence[nn.Module], inputs: ObservedInputs) ->
         never_given = inputs.is_never_given(layer, MASK)
         if never_given:
             samples = partial(_samples, layer, layer.get_layer_static_inputs)
-            yield replace_function(layer, "get_layer_static_inputs", samples)
+            yield patch.replace_function(layer, "get_layer_static_inputs", samples)
         if never_given or _may_read(layer.self_attention):
             replay = partial(_replay_args, layer._get_te_cuda_graph_replay_args)
-            yield replace_function(layer, "_get_te_cuda_graph_replay_args", replay)
+            yield patch.replace_function(layer, "_get_te_cuda_graph_replay_args", replay)
 
 
 def _may_read(attention: Any) -> bool:

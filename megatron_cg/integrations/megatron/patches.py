@@ -275,9 +275,8 @@ class _Enabled:
         model, settings = given["model"][0], self.settings
         backend = call_arguments.backend_of(settings.cg_backend)
         in_own_loop = source is by_optimizer
-        agreement = meet(
-            call_arguments.ENABLE if in_own_loop else "", backend.name, settings, given
-        )
+        call = call_arguments.ENABLE if in_own_loop else ""
+        agreement = meet(call, backend.name, settings, given)
 
         def made() -> Any:
             init()

@@ -246,9 +246,8 @@ class _Repeater:
                 result = passes(**given)
             self._seen[session] = session.counters.replayed, mismatches.verifications.step
             if batches is not None and not batches.taken:
-                raise _refused(
-                    "repeat-batches-elsewhere", bound.flag if bound is not None else _VERIFIED
-                )
+                flag = _VERIFIED if bound is None else bound.flag
+                raise _refused("repeat-batches-elsewhere", flag)
             return result
 
         def eagerly() -> Any:

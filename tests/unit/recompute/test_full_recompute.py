@@ -5,7 +5,7 @@ What it changes in Megatron and in layers is put back. Every model here is built
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_cg.capture.observer import recomputed_draws_refused
 from megatron_cg.consensus.exchange import Agreement
-from megatron_cg.errors import ConfigurationError, UpstreamChangedError
+from megatron_cg.errors import CaptureError, ConfigurationError, UpstreamChangedError
 from megatron_cg.experts.install import use_device_counts
 from megatron_cg.integrations.megatron.megatron_unit import MegatronUnit, ObservedInputs
 from megatron_cg.recompute import layers as full_recompute
@@ -107,9 +108,9 @@ def test_graphs_train_bit_for_bit_as_eager(records: Path, name: str) -> None:
     assert len(result.values) == 2 * 2 * STEPS and result.shards > 40
 
 
-SHORT, VERIFIED, DELETED, AGAIN, END = 2, 4, 5, 6, 8
-"""Steps of a life: with a short batch; verified, after an evaluation; deleted and captured before.
-"""
+SHORT, VERIFIED, DELETED, AGAIN, DRAWS, END = 2, 4, 5, 6, 8, 9
+"""Steps of a life: with a short batch; verified, after an evaluation; deleted and captured before;
+with dropout from then on."""
 SOME = (0, 2)
 """The layers that are captured again."""
 
@@ -137,6 +138,8 @@ def live(way: str) -> list[dict[str, Any]]:
                 session.close()
                 kept = []
             numbers = []
+            for layer in layers if step == DRAWS else ():
+                layer.hidden_dropout = 0.1
             if step == VERIFIED:
                 numbers.append(evaluate(trainer).hex())
                 trainer.model.synchronize_param_gather()
@@ -166,15 +169,14 @@ def test_graphs_keep_no_activation_of_recomputed_layers(lives: list[dict[str, An
         assert again == [0, first[FIRST]]
 
 
-def test_eager_passes_and_verifications_are_those_of_the_graphs(
-    lives: list[dict[str, Any]],
-) -> None:
+def test_eager_and_verified_passes_are_as_graphs(lives: list[dict[str, Any]]) -> None:
     names = ("replayed", "eager", "mismatched", "verified", "outputs_only")
     for life in lives:
         counters = [[step["counters"].get(name) for name in names] for step in life["graphs"]]
         assert counters[SHORT] == [LAYERS, LAYERS, LAYERS, 0, 0]
         assert counters[VERIFIED] == [3 * LAYERS, 2 * LAYERS, LAYERS, LAYERS, 0]
-        assert counters[END - 1] == [2 * len(SOME), 0, 0, 0, 0]
+        assert counters[DRAWS - 1] == [2 * len(SOME), 0, 0, 0, 0]
+        assert counters[DRAWS] == [2 * len(SOME), len(SOME), len(SOME), 0, 0]
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -206,9 +208,7 @@ def test_megatrons_other_rules_hold(allowed: None, said: str) -> None:
 
 
 @pytest.mark.parametrize("at", range(len(full_recompute.RELIES_ON)))
-def test_checkpoints_in_another_place_are_an_error(
-    monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+def test_checkpoints_in_other_places_are_an_error(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     symbols = list(full_recompute.RELIES_ON)
     symbols[at] = replace(symbols[at], fingerprints=("0",))
     monkeypatch.setattr(full_recompute, "RELIES_ON", tuple(symbols))
@@ -243,7 +243,6 @@ def test_everything_is_put_back(block: Any) -> None:
 def test_a_prediction_layer_is_recomputed_by_uniform_alone(
     one_rank: None, allowed: None, recompute: dict[str, Any], recomputed: bool
 ) -> None:
-
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     group = replace(GROUPS["mtp"], config={**GROUPS["mtp"].config, **recompute})
@@ -276,7 +275,7 @@ def test_a_first_input_without_gradients_is_refused(one_rank: None, allowed: Non
 
 
 @contextmanager
-def passes_of(block: Any) -> Iterator[list[tuple[bool, bool]]]:
+def passes_of(block: Any, draws: Any = None) -> Iterator[list[tuple[bool, bool]]]:
     """Of each pass of the first layer: whether a capture runs, and whether gradients are on."""
     ran: list[tuple[bool, bool]] = []
     layer = block.layers[0]
@@ -284,6 +283,8 @@ def passes_of(block: Any) -> Iterator[list[tuple[bool, bool]]]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         ran.append((is_capturing(), torch.is_grad_enabled()))
+        with nullcontext() if draws is None else draws():
+            torch.empty(int(draws is not None)).uniform_()
         return own(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -305,6 +306,19 @@ def test_a_region_is_recomputed_as_it_ran(block: Any) -> None:
             out.sum().backward()
     assert ran == [(False, False), (False, True)]
     assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_draws_of_a_recomputed_layer_are_refused(block: Any, tracked: bool) -> None:
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    fork = tensor_parallel.get_cuda_rng_tracker().fork if tracked else nullcontext
+    unit = MegatronUnit("layer 0", block.layers[0])
+    with passes_of(block, fork) as ran, capturing_flag():
+        out, *_ = block.layers[0]._te_cuda_graph_capture(hidden_states(), attention_mask=None)
+        refused = pytest.raises(CaptureError, match=r"draws random numbers .*full recompute")
+        with refused, recomputed_draws_refused(unit, "cpu"):
+            out.sum().backward()
+    assert ran == [(True, False), (True, True)]
 
 
 @pytest.mark.filterwarnings("error:None of the inputs")

@@ -169,9 +169,7 @@ def results() -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
-def test_all_ranks_go_on_eagerly_with_the_same_numbers(
-    results: list[list[dict[str, Any]]], number: int
-) -> None:
+def test_all_go_on_with_the_same_numbers(results: list[list[dict[str, Any]]], number: int) -> None:
     case = CASES[number]
     failed, other = (results[rank][number + 1] for rank in (case.rank, 1 - case.rank))
     assert failed["recording"] is case.stage.startswith("capture") and "recording" not in other

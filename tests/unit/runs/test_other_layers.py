@@ -106,9 +106,7 @@ def test_samples_that_a_pack_joins_are_not_balanced_as_one(one_rank: None) -> No
     assert one == joined(counts) != joined(ALL_EAGER, tokens_per_sample=TOKENS // 2)
 
 
-def test_a_pack_of_more_samples_than_there_is_room_for_runs_eagerly(
-    one_rank: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pack_without_room_runs_eagerly(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
     counts = {"replayed": LAYERS * (AFTER - 1), "mismatched": LAYERS, "eager": LAYERS}
     assert_as_eager(("attn",), counts, room=2)
     assert "the pack of sequences was of up to 2 samples at capture and is of 4 now" in caplog.text

@@ -114,9 +114,7 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_between_units_on_one_rank_ends_all(
-    results: list[dict[str, Any]], name: str
-) -> None:
+def test_a_fault_between_units_of_a_rank_ends_all(results: list[dict[str, Any]], name: str) -> None:
     for rank, found in enumerate(results):
         run = found[name]
         assert len(run["numbers"]) == FAULTY and run["counts"]["steps_differed"] == 1

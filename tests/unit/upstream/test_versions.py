@@ -1,18 +1,22 @@
 """Versions are those of the copies that are imported; which attention is fused."""
 
+import ast
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import megatron_cg
+from megatron_cg.upstream import te
 from megatron_cg.upstream.symbols import installed_version
-from megatron_cg.upstream.te import _ATTENTION, fuses_attention
+from megatron_cg.upstream.te import _ATTENTION, _FUSED, fuses_attention
+from tests.unit.te_sources import source_of_te
 
 MEGATRON = 'MAJOR = 0\nMINOR = 99\nPATCH = 1\nPRE_RELEASE = "rc3"\nVERSION = (MAJOR, MINOR)\n'
 TORCH = "__version__ = '2.99.0a0+git123'\n"
@@ -69,3 +73,20 @@ def test_attention_is_fused_if_te_says_so_or_is_not_there(
     module._attention_backends = {"use_fused_attention": chosen}
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert fuses_attention() is fused
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_fused_attention_draws_for_dropout(monkeypatch: pytest.MonkeyPatch, dropout: float) -> None:
+    source = ast.parse(source_of_te("cpp_extensions", "fused_attn.py").read_text())
+    calls = [node for node in ast.walk(source) if isinstance(node, ast.Call)]
+    (call,) = (node for node in calls if ast.unparse(node.func) == "tex.fused_attn_fwd")
+    given = [dropout if ast.unparse(one) == "dropout" else 1.0 for one in call.args]
+    module: Any = ModuleType(_FUSED.path.partition(":")[0])
+    module.tex = SimpleNamespace(fused_attn_fwd=lambda *_given: torch.rand(1))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(te, "device_generator", lambda: [torch.default_generator])
+    undo, before = te.fused_attention_draws_only_dropout(), torch.get_rng_state()
+    for is_changed in (dropout > 0, True):
+        module.tex.fused_attn_fwd(*given)
+        assert torch.equal(torch.get_rng_state(), before) is not is_changed
+        undo()

@@ -16,9 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexerLossAutoScaler,
-)
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.training import arguments, training
 
@@ -180,9 +178,7 @@ def test_the_loss_scale_can_be_set_after_a_capture_before_the_first_step(
     expect(ours().controller.counters, captured=LAYERS, replayed=LAYERS, mismatched=0)
 
 
-def test_a_model_without_fsdp_keeps_megatrons_helper(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_fsdp_a_helper_is_megatrons(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
     monkeypatch.setattr(TECudaGraphHelper, "_discover_layers", lambda self: None)
     plain = trainer.model.module.module
@@ -271,9 +267,7 @@ def test_settings_of_enable_are_the_defaults_of_flags(our_rules_alone: None) -> 
 
 
 @pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_a_run_that_recomputes_layers_may_build_its_model(
-    our_rules_alone: None, granularity: str
-) -> None:
+def test_a_run_that_recomputes_may_build_its_model(our_rules_alone: None, granularity: str) -> None:
     megatron_cg.enable()
     words = [*GRAPHS, "mlp", "--recompute-granularity", granularity]
     arguments.validate_args(parse(*words), {})
@@ -299,9 +293,7 @@ def test_a_bad_run_ends_before_megatron_validates(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("options", [[], ["-P"]])
-def test_the_launcher_gives_a_script_the_path_that_python_gives(
-    options: list[str], tmp_path: Path
-) -> None:
+def test_the_launcher_gives_a_script_the_path_of_python(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text("import sys; print(sys.path[:5])")
     (tmp_path / "link.py").symlink_to("scripts/train.py")

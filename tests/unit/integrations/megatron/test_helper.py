@@ -1,6 +1,7 @@
 """Megatron's own capture helper, made to work under Megatron-FSDP, with the tape as the backend."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,9 +102,7 @@ def test_layers_with_tables_of_their_own_do_not_share_a_sample(trainer: Any) -> 
     assert len(set(map(id, backend.tables))) == len(backend.tables) > 1
 
 
-def test_layers_that_v2_gathers_with_others_are_refused(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_gathered_as_one_are_refused(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     v2 = MegatronFsdpV2.__new__(MegatronFsdpV2)
     own: Any = of_megatron(trainer.model)
     sharding = SimpleNamespace(wrapped=own.wrapped, megatron_fsdp=None, refusals=v2.refusals)
@@ -112,9 +111,7 @@ def test_layers_that_v2_gathers_with_others_are_refused(
         helper_for(trainer)
 
 
-def test_a_model_without_a_decoder_is_refused(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_decoder_is_refused(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def bert(model: CpuModelConfig) -> Any:
         spec, config = bert_layer_local_spec, train.transformer_config(model)
         return BertModel(config, 0, spec, model.vocabulary, model.sequence_length)
@@ -155,9 +152,7 @@ def test_peer_memory_is_held_as_long_as_the_graphs(trainer: Any, peers: Any) -> 
 
 
 @pytest.mark.parametrize("te", [None, "2.20.2"])
-def test_the_native_backend_asks_nothing_of_te(
-    trainer: Any, te: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_needs_no_te(trainer: Any, te: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     # As megatron-core 0.19.2 reports a TE that is not there.
     monkeypatch.setattr("megatron.core.utils._te_version", Version(te or "0.0.0"))
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", te is not None)
@@ -177,9 +172,7 @@ def test_the_native_backend_asks_nothing_of_te(
 
 
 @pytest.mark.parametrize(("residual", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
-def test_samples_have_the_type_that_layers_are_called_with(
-    trainer: Any, residual: bool, dtype: torch.dtype
-) -> None:
+def test_samples_have_the_type_of_inputs(trainer: Any, residual: bool, dtype: torch.dtype) -> None:
     trainer.model.config.fp32_residual_connection = residual
     args, _ = helper_for(trainer).helper._get_cuda_graph_input_data()
     assert len({id(tensor) for (tensor,) in args}) == 3
@@ -187,9 +180,7 @@ def test_samples_have_the_type_that_layers_are_called_with(
         assert hidden.dtype is dtype and hidden.requires_grad and hidden.is_leaf
 
 
-def test_a_megatron_that_captures_by_another_way_is_an_error(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_way_to_capture_is_an_error(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def elsewhere(self: Any) -> None:
         for layer in self.flattened_callables:
             layer.cuda_graphs = [lambda *args, **kwargs: None]
@@ -236,10 +227,8 @@ def test_after_a_failed_capture_training_goes_on_eagerly_where_asked_for(
 ) -> None:
     monkeypatch.setattr(OneMask, "capture", broken)
     helper = helper_for(trainer, "attn:0-1", on_failure=on_failure)
-    if on_failure == "error":
-        with pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager"):
-            helper.capture()
-    else:
+    raised = pytest.raises(CaptureError, match=r"OutOfMemoryError: forced.*--cg-on-failure eager")
+    with raised if on_failure == "error" else nullcontext():
         helper.capture()
     assert not cuda_graphs.is_graph_capturing()
     assert all(layer.config is trainer.model.config for layer in layers_of(trainer))
@@ -264,9 +253,7 @@ def test_no_graph_replays_if_what_follows_the_capture_fails(
     trainer.step()
 
 
-def test_a_helper_that_cannot_be_made_leaves_nothing_changed(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_helper_changes_nothing(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", False)
     monkeypatch.setattr(module, "let_gradients_go", broken)
     groups = dict(distributed_c10d._world.pg_map)
@@ -277,9 +264,7 @@ def test_a_helper_that_cannot_be_made_leaves_nothing_changed(
     assert applied() == before and distributed_c10d._world.pg_map == groups
 
 
-def test_a_gpu_that_failed_earlier_ends_the_run_also_where_going_on_was_asked_for(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_failed_earlier_ends_all(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneMask, "synchronize", broken)
     helper = helper_for(trainer, on_failure="eager")
     with pytest.raises(EarlierWorkError, match="work queued before capture failed"):

@@ -106,9 +106,7 @@ def test_ranks_run_graphs_with_collectives_eagerly_together() -> None:
         expect(Counters(**counters), replayed=LAYERS * 2, mismatched=LAYERS, eager=LAYERS)
 
 
-def test_a_pack_that_joins_samples_stays_eager(
-    one_rank: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_joined_samples_stay_eager(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
     with trainer_of_packs() as trainer:
         given = [pack_of((0, 4, TOKENS), tokens_per_sample=TOKENS // 2)] * 3
         numbers_of(trainer, given, partial(trainer.capture, TapeBackend()))

@@ -166,9 +166,7 @@ def test_other_passes_are_megatrons_own(loop: Loop, case: str) -> None:
     assert loop.events == ["graphs", True, {"tokens": 0}, {"tokens": 1}]
 
 
-def test_a_step_without_a_bound_that_is_not_verified_returns_its_losses(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unverified_step_returns_its_losses(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     loop.undo()
     monkeypatch.setattr(repeat, "experts_of", lambda _model: None)
     steps: Any = SimpleNamespace(number=12, controller=loop.controller)
