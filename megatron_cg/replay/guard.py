@@ -22,7 +22,7 @@ Note [One address a bucket]
     every parameter.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -158,8 +158,8 @@ class KeySet:
     keys: Mapping[Any, Any]
     clause: str
     what: str
-    reads: Collection[str] | None = None
-    """The keys that matter; None means all."""
+    reads: Callable[[Any], bool] = lambda _key: True
+    """Whether a key matters."""
 
 
 class Inputs:
@@ -429,9 +429,7 @@ class Objects:
             if len(key_set.keys) == self._sizes[number]:
                 continue
             changed = self._known[number] ^ set(key_set.keys)
-            reads = changed if key_set.reads is None else changed.intersection(key_set.reads)
-            named = sorted(reads, key=str)
-            if named:
+            if named := sorted(filter(key_set.reads, changed), key=str):
                 is_there = named[0] in key_set.keys
                 was, now = ("absent", "there") if is_there else ("there", "absent")
                 return _mismatch(key_set.clause, f"{key_set.what}{named[0]}", was, now)

@@ -99,7 +99,7 @@ def settings_of(units: Iterable[Unit]) -> Objects:
                         entries.append(Entry(holder, key, _CLAUSE, f"{key} of {where}"))
                 entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
                 kind: Any = type(module)
-                key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind)))
+                key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind).__contains__))
                 entries += _shared(module, seen)
     return Objects(entries, key_sets)
 

@@ -47,9 +47,10 @@ _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywor
 DEPTH = 4
 INTERNAL = frozenset(vars(nn.Module())) | {
     *("forward", "cuda_graphs", "cuda_graph_manual_hooks", "_should_call_te_cudagraph"),
-    *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook"),
+    *("_megatron_cg_session", "_unshard_event", "_ready_grad_parameters", "pre_forward"),
+    *("__deepcopy__", "__reduce_ex__", "_is_full_backward_hook", "post_backward"),
 }
-"""Attributes of modules that have rows of their own, or that this package sets."""
+"""Attributes of modules that have rows of their own, or that this package or v2 sets."""
 _OPEN = (nn.Module, torch.optim.Optimizer, LRScheduler, GradScaler, RawConfigParser, SectionProxy)
 """Classes of torch and Python whose objects have something that users set."""
 

@@ -14,7 +14,7 @@ import random
 import sys
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dis import opmap
@@ -48,7 +48,7 @@ from megatron_cg.upstream.patch import undone_after
 
 _CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getitem__.__code__
 _ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
-_BY_TEXT = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
+_BY_TEXT = {"getattr", "vars", "dir", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
 _ASK = {"getattr", "hasattr"}
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
@@ -212,20 +212,28 @@ class PythonState:
     def key_sets(self) -> Iterator[KeySet]:
         """What may not get anything later that code may ask for; known code asks for nothing."""
         for path, module in self._modules.items():
-            for kind in ("module", "parameter", "buffer", None) if not is_known(module) else ():
-                keys = getattr(module, f"_{kind}s") if kind else vars(module)
-                what = f"{kind or 'attribute'} {attribute(path, '')}"
-                yield KeySet(keys, kind or "attribute", what, None if kind else self.own_names)
-        found: list[tuple[Any, str]] = [*self._objects.values()]
+            if not is_known(module):
+                what = attribute(path, "")
+                for kind in ("module", "parameter", "buffer"):
+                    yield KeySet(getattr(module, f"_{kind}s"), kind, f"{kind} {what}")
+                methods = self.names.intersection(dir(type(module))) - held.INTERNAL
+                reads = self._asked(methods)
+                yield KeySet(vars(module), "attribute", f"attribute {what}", reads)
         for user in self._kinds.values():
-            reads = (self.own_names | _CALLED) - _of_capture(user)
+            reads = self._asked(_CALLED, _of_capture(user))
             yield KeySet(vars(user), "attribute", attribute(user.__name__, ""), reads)
         for (module, what), kind in product(self._outside(), MODULE_REGISTRIES):
             yield KeySet(getattr(module, kind), "hooks", f"a hook of {what}, number ")
-        asks = not _ASK.isdisjoint(self.own_names)
-        found += [(vars(t), attribute(path, n)) for _, path, n, t in self._held() if asks]
-        for keys, what in found:
-            yield KeySet(keys, "attribute", attribute(what, ""), self.own_names | _CALLED)
+        for keys, what in self._objects.values():
+            yield KeySet(keys, "attribute", attribute(what, ""), self._asked(_CALLED))
+        for _, path, name, tensor in self._held() if not _ASK.isdisjoint(self.own_names) else ():
+            reads = (self.own_names | _CALLED).__contains__  # Ways of sharding set others.
+            yield KeySet(vars(tensor), "attribute", attribute(attribute(path, name), ""), reads)
+
+    def _asked(self, also: set[str], never: Collection[str] = ()) -> Callable[[str], bool]:
+        """Whether code may ask for a name, or it is one of ``also``."""
+        named, any_name = self.own_names | also, self._any_name
+        return lambda n: n not in never and (n in named or (any_name and n not in held.INTERNAL))
 
     def _is_read(self, name: str) -> bool:
         return (self._any_name or name in self.names) and name not in held.INTERNAL

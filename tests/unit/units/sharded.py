@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.broken = False
 
     def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
-        if self.broken:
+        if vars(self)["broken"]:  # So it may read any name.
             raise ArithmeticError
         hidden = self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
         y: torch.Tensor = x * self.scale + (2 if double else 1) * hidden

@@ -379,15 +379,35 @@ class Inlined(Does):
         return y * 2 if self.kept.height > 0.75 else y
 
 
-@pytest.mark.parametrize("kind", [Does, Inlined])
-def test_attributes_that_code_reads_without_a_name_or_a_call_have_rows(kind: type[Does]) -> None:
+def computed(unit: Any, y: Any) -> Any:
+    return y * getattr(unit.kept, f"{unit.training}_gain", 1.0)
+
+
+def convolved(unit: Any, y: Any) -> Any:
+    return unit.kept(y[:, None])[:, 0]
+
+
+ELSEWHERE: dict[str, tuple[type[Does], Any, Callable[[], Any], str, Any]] = {
+    "by place": (Does, by_place, Placed, "height", 0.5),
+    "inlined": (Inlined, by_place, Placed, "height", 0.5),
+    "computed": (Does, computed, Plain, "True_gain", 0.5),
+    "computed, of a module": (Does, computed, nn.Identity, "True_gain", 0.5),
+    "all": (Does, lambda unit, y: y * len(dir(unit.kept)), nn.Identity, "gain", 0.5),
+    "of torch": (Does, convolved, partial(nn.Conv1d, 1, 1, 1), "_conv_forward", lambda x, *_: x),
+}
+"""What is set on what the units keep, and they read without a name or a call."""
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_attributes_that_code_reads_without_a_name_or_a_call_have_rows(name: str) -> None:
+    kind, what, make, place, value = ELSEWHERE[name]
+
     def change(run: Training) -> None:
         if run.step == plain.STEPS - 1:
             for unit in run.model:
-                unit.kept.height = 0.5
+                setattr(unit.kept, place, value)
 
-    made = partial(units, lambda: kind(by_place, Placed()))
-    assert_as_eager(CHANGED, made, train, 1, change)
+    assert_as_eager(CHANGED, partial(units, lambda: kind(what, make())), train, 1, change)
 
 
 def test_a_container_in_itself_has_its_leaves() -> None:

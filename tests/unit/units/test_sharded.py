@@ -111,7 +111,8 @@ def interrupt(run: Run, step: int) -> None:
 
 def never_resharded_later(run: Run, step: int) -> None:
     if step == LATER:
-        layers_of(run)[0]._reshard_parameter_groups = lambda: None
+        (group,) = layers_of(run)[0]._parameter_groups
+        group.reshard_parameters = group.release_unsharded_storage = lambda: None
 
 
 def on_two_meshes(network: Network) -> Any:
