@@ -26,11 +26,12 @@ Note [Which layers]
 Note [Lost gradients]
     Megatron's checkpoint is an autograd function of a layer's input alone, which needs no gradient
     behind a frozen embedding (``tensor_parallel/random.py``, ``CheckpointFunction``). A replay is a
-    function of the weights too.
+    function of the weights too. So the input of a block must need one, also after the capture.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,13 +61,6 @@ _MTP = Symbol(
     fingerprints=("d9391af079bd5b25",),
 )
 RELIES_ON = (_CHECKPOINTS, _MTP)
-_LOST = (
-    "{flag:--recompute-granularity full}, and a layer whose input needs no gradient",
-    "Megatron's checkpoint gives no gradients to the weights of such a layer, without graphs too, "
-    "and a graph gives them theirs",
-    "train the embedding, call requires_grad_() on its output in a forward hook, or "
-    "{type:--recompute-granularity selective}",
-)
 _CALLERS = (TransformerBlock, MultiTokenPredictionLayer)
 """They ask their config whether to put checkpoints around the layers that they call."""
 
@@ -75,10 +69,7 @@ def allow_full_recompute() -> Callable[[], None]:
     """Let configs that are made from now on recompute whole layers and ask for graphs.
 
     Megatron's rule against both does not apply to them any more; others do. Returns the undo.
-
-    Raises:
-        UpstreamChangedError: Megatron lacks the rules, or places its checkpoints in another way
-            than this was written for.
+    Raises UpstreamChangedError if Megatron lacks the rules, or places its checkpoints otherwise.
     """
     for symbol in RELIES_ON:
         symbol.require_known_body()
@@ -102,9 +93,8 @@ def _goes_into_layers(config: Any) -> bool:
 def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[patch.Undo]:
     """Move the checkpoints of full recompute into the layers of ``model``; returns the undo.
 
-    Does nothing to a model that does not recompute whole layers. Call it before a capture, between
-    two steps, and undo it after the graphs are deleted. ``inputs`` are those of the steps before.
-
+    Does nothing to a model that recomputes no whole layers. Call it between two steps, before a
+    capture, with the ``inputs`` of the steps before, and undo it after the graphs are deleted.
     Raises ConfigurationError where eager training loses gradients; see Note [Lost gradients].
     """
     callers: list[Any] = [
@@ -115,11 +105,32 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[pa
     # Behind the first layer no input lacks a gradient that its own has.
     begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
     if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):
-        raise ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, _LOST))])
+        raise _lost_gradients()
     for caller in callers:
         yield from map(_recompute, _recomputed(caller))
+        if isinstance(caller, TransformerBlock):
+            run = partial(_with_gradients, caller, caller.forward)
+            yield patch.replace_function(caller, "forward", run)
         plain = LayerConfig(caller.config, recompute_granularity=None)
         yield patch.set_attribute(caller, "config", plain)
+
+
+def _lost_gradients() -> ConfigurationError:
+    lost = (
+        "{flag:--recompute-granularity full}, and a layer whose input needs no gradient",
+        "Megatron's checkpoint gives no gradients to the weights of such a layer, without graphs "
+        "too, and a graph gives them theirs",
+        "train the embedding, call requires_grad_() on its output in a forward hook, or "
+        "{type:--recompute-granularity selective}",
+    )
+    return ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, lost))])
+
+
+def _with_gradients(block: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    hidden = args[0] if args else kwargs.get(HIDDEN)
+    if block.training and torch.is_grad_enabled() and not getattr(hidden, "requires_grad", True):
+        raise _lost_gradients()
+    return run(*args, **kwargs)
 
 
 def _recomputed(caller: Any) -> list[nn.Module]:
@@ -143,13 +154,14 @@ def _recompute(layer: Any) -> Callable[[], None]:
             as_now = nullcontext if is_capturing() else not_capturing
 
             def once(*given: Any) -> Any:
-                now = dict(enumerate(leaves)) | dict(zip(own, given, strict=True))
+                now = dict(enumerate(leaves)) | dict(zip(own, given, strict=False))
                 args, kwargs = tree_unflatten(now.values(), spec)
                 with as_now():
                     return run(*args, **kwargs)
 
             if not is_capturing():
-                return CheckpointFunction.apply(once, False, *own.values())
+                differentiated = torch.empty(0, requires_grad=True)  # as the block's input is
+                return CheckpointFunction.apply(once, False, *own.values(), differentiated)
             warms_up = not torch.cuda.is_current_stream_capturing()
             return checkpoint(once, *own.values(), use_reentrant=True, preserve_rng_state=warms_up)
 

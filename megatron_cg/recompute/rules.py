@@ -67,12 +67,10 @@ def _against_full_recompute(given: Configuration) -> list[Facts]:
             "{type:--recompute-method block}",
         ),
     )
-    if not recomputes_layers(run):
-        return []
     return [
         {"what": say(what, run=run), "why": why, "instead": say(instead)}
         for broken, what, why, instead in found
-        if broken
+        if broken and recomputes_layers(run)
     ]
 
 

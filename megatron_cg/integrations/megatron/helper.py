@@ -289,7 +289,6 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
             "cuda_graph_impl of the model's config is none: build it with "
             'TransformerConfig(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"]).'
         )
-    environment = Environment.read(backend)
     # What counts is what the model was built with.
     experts, cause = experts_of(fsdp), ""
     if experts is not None:
@@ -298,7 +297,7 @@ def check_model(model: Any, optimizer: Any, given: GraphArguments, backend: str)
         cause = f"; the model was built before {ENABLE}(), or with another dispatcher than alltoall"
         given = replace(given, cg_grouped_gemm="te")
     with speaking(CallVoice(configs=[(type(config).__name__, config) for config in configs])):
-        found = violations(run, given, environment)
+        found = violations(run, given, Environment.read(backend))
     broken = [
         replace(one, reason=one.reason + cause) if one.rule == WITHOUT_FIXED_SHAPES else one
         for one in found

@@ -321,8 +321,7 @@ class MegatronUnit(Unit):
     def attach(self, before_replay: Sequence[ManualHook]) -> Iterator[Undo]:
         target: Any = self.layer
         mlp = getattr(target, "mlp", None)
-        dispatcher = getattr(mlp, "token_dispatcher", None)
-        notes: dict[str, Any] = vars(dispatcher) if dispatcher is not None else {}
+        notes: dict[str, Any] = getattr(getattr(mlp, "token_dispatcher", None), "__dict__", {})
         noted = {key: notes[key] for key in _NOTED if isinstance(notes.get(key), int | tuple)}
 
         def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:

@@ -146,9 +146,8 @@ class Packs:
         """The keywords of a graph, from those of a layer's call; the reverse of :meth:`join`."""
         given: dict[str, Any] | None = getattr(kwargs[PACK], _INPUTS, None)
         if given is None:
-            return self._unfit or _mismatch(
-                "a pack prepared by the model", "another", "Call the layers through the model."
-            )
+            other = "another", "Call the layers through the model."
+            return self._unfit or _mismatch("a pack prepared by the model", *other)
         return {name: value for name, value in kwargs.items() if name != PACK} | given
 
     @combined_undo
@@ -188,9 +187,8 @@ class Packs:
             self._unfit = found if isinstance(found, Mismatch) else None
             # If it does not fit on one rank, all run theirs eagerly.
             if self._votes and mismatches.on_any_rank("a pack", self._unfit is not None, TIMEOUT):
-                self._unfit = self._unfit or _mismatch(
-                    "one that fits", "one that does not, on another rank", _REMEDY
-                )
+                other = "one that does not, on another rank"
+                self._unfit = self._unfit or _mismatch("one that fits", other, _REMEDY)
             if self._unfit is None and not isinstance(found, Mismatch):
                 kwargs[PACK] = self._prepared(given, found)
         return run(*args, **kwargs)

@@ -241,8 +241,7 @@ class _Enabled:
         Creating one raises ConfigurationError or HookError as ``helper.check_model`` does. Raises
         UpstreamChangedError when Megatron's helper is missing or takes other arguments.
         """
-        old = _INIT.find()
-        kind, _ = _INIT.place()
+        old, (kind, _) = _INIT.find(), _INIT.place()
         signature = inspect.signature(old)
 
         @wraps(old)
@@ -267,7 +266,7 @@ class _Enabled:
         patch.combine_undos(one.close for one in self.helpers)()
 
     def _help(
-        self, helper: Any, init: Callable[[], None], given: Mapping[str, Any], source: Any
+        self, helper: Any, init: Callable[[], Any], given: Mapping[str, Any], source: Any
     ) -> None:
         """Initialise Megatron's ``helper`` and replace its methods."""
         from megatron_cg.integrations.megatron.helper import FsdpHelper, check_model, meet
@@ -277,10 +276,6 @@ class _Enabled:
         in_own_loop = source is by_optimizer
         call = call_arguments.ENABLE if in_own_loop else ""
         agreement = meet(call, backend.name, settings, given)
-
-        def made() -> Any:
-            init()
-            return helper
 
         with ExitStack() as failed:
             failed.callback(agreement.close)
@@ -293,7 +288,7 @@ class _Enabled:
                 check_model(model, given["optimizers"][-1], settings, backend.name)
             for earlier in [ours for ours in self.helpers if ours.fsdp is root_of(model)]:
                 earlier.close()
-            ours = FsdpHelper(made, backend, settings, source, agreement)
+            ours = FsdpHelper(lambda: init() or helper, backend, settings, source, agreement)
             failed.pop_all()
         self.helpers.append(ours)
         ours.undo.callback(self.helpers.remove, ours)

@@ -141,8 +141,7 @@ _REFUSED = {
 
 
 def _refused(rule: str, flag: str) -> ConfigurationError:
-    found, reason, remedy = _REFUSED[rule]
-    setting = say(f"{{flag:{flag}}}")
+    setting, (found, reason, remedy) = say(f"{{flag:{flag}}}"), _REFUSED[rule]
     remedy = f"{remedy} leave {setting} out"
     return ConfigurationError([Violation(rule, f"{setting}, and {found}", reason, remedy)])
 

@@ -148,9 +148,7 @@ def test_module_line_and_what_to_type_are_named(
     assert ("A graph holds kernels" in text) is (read is as_item)
 
 
-def test_advice_that_cannot_be_given_does_not_hide_the_error(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_advice_hides_no_error(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_given: Any) -> None:
         raise AttributeError("of Megatron's code")
 

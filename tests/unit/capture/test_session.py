@@ -200,9 +200,7 @@ def forced(*_args: object) -> None:
     raise Forced
 
 
-def test_a_failure_to_undo_is_told_too_and_the_session_can_try_again(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_undo_can_be_tried_again(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     votes = Alone()
     told: list[bool] = []
     monkeypatch.setattr(votes, "report_failure", lambda *, ends: told.append(ends))

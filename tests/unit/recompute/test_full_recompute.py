@@ -271,7 +271,10 @@ def test_a_first_input_without_gradients_is_refused(one_rank: None, allowed: Non
     with pytest.raises(ConfigurationError, match="train the embedding"):
         recompute_in_layers(model, inputs)
     inputs._called(first, (), {"hidden_states": torch.zeros(1, requires_grad=True)})
-    recompute_in_layers(model, inputs)()
+    undo = recompute_in_layers(model, inputs)
+    with pytest.raises(ConfigurationError, match="train the embedding"):
+        model.module.module.module.decoder(hidden_states().detach(), None)
+    undo()
 
 
 @contextmanager
@@ -327,6 +330,7 @@ def test_draws_of_a_recomputed_layer_are_refused(block: Any, tracked: bool) -> N
 def test_only_training_is_recomputed(block: Any, training: bool, gradients: bool) -> None:
     block.layers[0].train(training)
     with passes_of(block) as ran, torch.set_grad_enabled(gradients):
-        hidden = hidden_states().requires_grad_(gradients)
-        block.layers[0].forward(hidden, attention_mask=None)
+        # A hook of the layer has detached its input.
+        out, _ = block.layers[0].forward(hidden_states().detach(), attention_mask=None)
+    assert out.requires_grad is gradients
     assert [grad for _, grad in ran] == [gradients and not training]
