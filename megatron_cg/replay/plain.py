@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import Enum
 from types import MappingProxyType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
@@ -29,7 +29,7 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch
 _SEQUENCES = (tuple, list, deque, array, bytearray, UserList)
 MAPPINGS = (dict, MappingProxyType, UserDict, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 """Of a user's own mapping the attributes count, as those of other objects."""
-_SETS = (set, frozenset)
+_SETS = (set, frozenset, WeakSet)
 _LARGE = 1 << 16
 """Bytes of an array beyond which it counts by identity."""
 _DEPTH = 6

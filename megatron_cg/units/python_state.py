@@ -17,14 +17,14 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dis import opmap
+from dis import get_instructions, opmap
 from functools import partial
 from itertools import product
 from logging import Logger
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import numpy
 import torch
@@ -50,6 +50,7 @@ _CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getit
 _ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
 _BY_TEXT = {"getattr", "vars", "dir", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
 _ASK = {"getattr", "hasattr"}
+_COPIED = (list, deque, dict, set, WeakSet, array, bytearray)
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
 """Objects and containers that are looked at."""
@@ -81,6 +82,8 @@ class PythonState:
         """Whether code asks for ``requires_grad``, as torch's reentrant checkpoint does."""
         self._codes: dict[int, CodeType] = {}
         self._globals: dict[tuple[int, str], tuple[Any, str, str]] = {}
+        self._loaded: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        """By id, dictionaries of globals, and the names that code loads from them."""
         self._owners: dict[int, tuple[Any, str]] = {}
         """The classes and modules of no library that code names, by id."""
         self._imports: set[str] = set()
@@ -217,23 +220,33 @@ class PythonState:
                 for kind in ("module", "parameter", "buffer"):
                     yield KeySet(getattr(module, f"_{kind}s"), kind, f"{kind} {what}")
                 methods = self.names.intersection(dir(type(module))) - held.INTERNAL
-                reads = self._asked(methods)
+                reads = self._asked(vars(module), methods)
                 yield KeySet(vars(module), "attribute", f"attribute {what}", reads)
         for user in self._kinds.values():
-            reads = self._asked(_CALLED, _of_capture(user))
+            reads = self._asked(vars(user), _CALLED, _of_capture(user))
             yield KeySet(vars(user), "attribute", attribute(user.__name__, ""), reads)
         for (module, what), kind in product(self._outside(), MODULE_REGISTRIES):
             yield KeySet(getattr(module, kind), "hooks", f"a hook of {what}, number ")
         for keys, what in self._objects.values():
-            yield KeySet(keys, "attribute", attribute(what, ""), self._asked(_CALLED))
+            yield KeySet(keys, "attribute", attribute(what, ""), self._asked(keys, _CALLED))
+        for keys, loaded in self._loaded.values():
+            reads = (lambda _: True) if "globals" in loaded else loaded.__contains__
+            yield KeySet(keys, "attribute", f"{keys.get('__name__')}.", reads)
         for _, path, name, tensor in self._held() if not _ASK.isdisjoint(self.own_names) else ():
             reads = (self.own_names | _CALLED).__contains__  # Ways of sharding set others.
             yield KeySet(vars(tensor), "attribute", attribute(attribute(path, name), ""), reads)
 
-    def _asked(self, also: set[str], never: Collection[str] = ()) -> Callable[[str], bool]:
-        """Whether code may ask for a name, or it is one of ``also``."""
+    def _asked(
+        self, keys: Any, also: set[str], never: Collection[str] = ()
+    ) -> Callable[[str], bool]:
+        """Whether code may ask for a name, or it is one of ``also``; imports add modules."""
         named, any_name = self.own_names | also, self._any_name
-        return lambda n: n not in never and (n in named or (any_name and n not in held.INTERNAL))
+
+        def asked(name: str) -> bool:
+            may_be = name in named or (any_name and name not in held.INTERNAL)
+            return may_be and name not in never and not isinstance(keys.get(name), ModuleType)
+
+        return asked
 
     def _is_read(self, name: str) -> bool:
         return (self._any_name or name in self.names) and name not in held.INTERNAL
@@ -361,8 +374,9 @@ class PythonState:
         own = getattr(value, "__dict__", None) if has_names else value
         if not depth or id(own) in self._copies:
             return
-        if isinstance(own, list | deque | dict | set | array | bytearray) or is_array(own):
-            self._copies[id(own)] = own, copy.copy(own), what, has_names
+        if isinstance(own, _COPIED) or is_array(own):
+            before = own.copy() if isinstance(own, WeakSet) else copy.copy(own)
+            self._copies[id(own)] = own, before, what, has_names
         for row in held.held_by(value, what):
             self._copy(row.holder.get(row.key), row.what, depth - 1)
         for part in held.parts_of(value):
@@ -422,6 +436,9 @@ class PythonState:
         self._any_name |= is_matched or not _BY_TEXT.isdisjoint(code.co_names)
         self._imports.update(held.imported_by(code, str(names.get("__package__"))))
         by_text = held.texts(code.co_consts) if "globals" in code.co_names else ()
+        loaded = self._loaded.setdefault(id(names), (names, set()))[1]
+        loaded.update(i.argval for i in get_instructions(code) if i.opname == "LOAD_GLOBAL")
+        asks = not _BY_TEXT.union(_ASK).isdisjoint(code.co_names)
         for _, path, of, tensor in self._held():
             for name in vars(tensor).keys() & code.co_names:  # Such as a counter.
                 if is_plain(vars(tensor)[name]):
@@ -431,6 +448,8 @@ class PythonState:
             if isinstance(value, ModuleType | type) and not is_known(value, LIBRARIES):
                 self._owners[id(value)] = value, name
             is_library = isinstance(value, ModuleType) and is_known(value, LIBRARIES)
+            if asks and isinstance(value, ModuleType | FunctionType) and not is_library:
+                self._objects[id(value)] = vars(value), name
             if value is self or is_library or (id(names), name) in self._globals:
                 continue
             self._add(names, name, f"global {name} of {names.get('__name__')}")

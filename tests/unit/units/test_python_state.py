@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy
 import pytest
@@ -188,12 +189,13 @@ def test_a_dictionary_that_makes_what_it_returns_is_the_same_and_stays_so() -> N
 
 
 def test_the_order_of_a_dictionary_and_the_items_of_an_own_one_are_found_and_restored() -> None:
-    with observed([ordered := {"a": 1, "b": 2}, own := Own(a=1)]) as state:
+    with observed([ordered := {"a": 1, "b": 2}, own := Own(a=1), weak := WeakSet[type]()]) as state:
         ordered["a"] = ordered.pop("a")
         own["a"] = 2
-    assert [*state.changes()] == ["the order of state[0]", "state[1]['a']"]
+        weak.add(Own)
+    assert [*state.changes()] == ["the order of state[0]", "state[1]['a']", "state[2]"]
     state.restorer()()
-    assert [*ordered] == ["a", "b"] and own == {"a": 1}
+    assert [*ordered] == ["a", "b"] and own == {"a": 1} and not weak
 
 
 def test_what_cannot_be_restored_is_named_and_the_rest_is_restored() -> None:
@@ -387,6 +389,19 @@ def convolved(unit: Any, y: Any) -> Any:
     return unit.kept(y[:, None])[:, 0]
 
 
+def loads(_unit: Any, y: Any) -> Any:
+    """Reads a global that may not be there, and an attribute of a function."""
+    try:
+        return y * late  # type: ignore[name-defined]
+    except NameError:
+        return y * getattr(loads, "gain", 1.0)
+
+
+class Here:
+    def __setattr__(self, name: str, value: float) -> None:
+        globals()[name] = value
+
+
 ELSEWHERE: dict[str, tuple[type[Does], Any, Callable[[], Any], str, Any]] = {
     "by place": (Does, by_place, Placed, "height", 0.5),
     "inlined": (Inlined, by_place, Placed, "height", 0.5),
@@ -394,6 +409,8 @@ ELSEWHERE: dict[str, tuple[type[Does], Any, Callable[[], Any], str, Any]] = {
     "computed, of a module": (Does, computed, nn.Identity, "True_gain", 0.5),
     "all": (Does, lambda unit, y: y * len(dir(unit.kept)), nn.Identity, "gain", 0.5),
     "of torch": (Does, convolved, partial(nn.Conv1d, 1, 1, 1), "_conv_forward", lambda x, *_: x),
+    "a global": (Does, loads, Here, "late", 0.5),
+    "of a function": (Does, loads, lambda: loads, "gain", 0.5),
 }
 """What is set on what the units keep, and they read without a name or a call."""
 
@@ -403,6 +420,8 @@ def test_attributes_that_code_reads_without_a_name_or_a_call_have_rows(name: str
     kind, what, make, place, value = ELSEWHERE[name]
 
     def change(run: Training) -> None:
+        vars(loads).clear()
+        globals().pop("late", None)
         if run.step == plain.STEPS - 1:
             for unit in run.model:
                 setattr(unit.kept, place, value)
