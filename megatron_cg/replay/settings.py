@@ -125,8 +125,7 @@ def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
 
 def _row(fields: Mapping[str, Any], value: Any, counts: Callable[[Any], Any]) -> Any:
     """What has the field of this ``value``; None stays None until it becomes what ``counts``."""
-    later = SimpleNamespace(get=lambda key: counts(fields.get(key)))
-    return later if value is None else fields
+    return SimpleNamespace(get=lambda key: counts(fields.get(key))) if value is None else fields
 
 
 def _setting(value: Any) -> Any:

@@ -14,7 +14,7 @@ import random
 import sys
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dis import get_instructions, opmap
@@ -48,8 +48,8 @@ from megatron_cg.upstream.patch import undone_after
 
 _CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getitem__.__code__
 _ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
-_BY_TEXT = {"getattr", "vars", "dir", "__dict__", "attrgetter", "asdict", "astuple", "model_dump"}
-_ASK = {"getattr", "hasattr"}
+_ASK, _DUMP = {"getattr", "hasattr"}, {"asdict", "astuple", "model_dump"}
+_BY_TEXT = {*_ASK, *_DUMP, "vars", "dir", "__dict__", "attrgetter"}
 _COPIED = (list, deque, dict, set, WeakSet, array, bytearray)
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
@@ -220,33 +220,28 @@ class PythonState:
                 for kind in ("module", "parameter", "buffer"):
                     yield KeySet(getattr(module, f"_{kind}s"), kind, f"{kind} {what}")
                 methods = self.names.intersection(dir(type(module))) - held.INTERNAL
-                reads = self._asked(vars(module), methods)
+                reads = partial(self._asks, vars(module), methods, set())
                 yield KeySet(vars(module), "attribute", f"attribute {what}", reads)
         for user in self._kinds.values():
-            reads = self._asked(vars(user), _CALLED, _of_capture(user))
+            reads = partial(self._asks, vars(user), _CALLED, _of_capture(user))
             yield KeySet(vars(user), "attribute", attribute(user.__name__, ""), reads)
         for (module, what), kind in product(self._outside(), MODULE_REGISTRIES):
             yield KeySet(getattr(module, kind), "hooks", f"a hook of {what}, number ")
         for keys, what in self._objects.values():
-            yield KeySet(keys, "attribute", attribute(what, ""), self._asked(keys, _CALLED))
+            reads = partial(self._asks, keys, _CALLED, set())
+            yield KeySet(keys, "attribute", attribute(what, ""), reads)
         for keys, loaded in self._loaded.values():
-            reads = (lambda _: True) if "globals" in loaded else loaded.__contains__
+            reads = partial(lambda of, name: name in of or "globals" in of, loaded)
             yield KeySet(keys, "attribute", f"{keys.get('__name__')}.", reads)
         for _, path, name, tensor in self._held() if not _ASK.isdisjoint(self.own_names) else ():
-            reads = (self.own_names | _CALLED).__contains__  # Ways of sharding set others.
-            yield KeySet(vars(tensor), "attribute", attribute(attribute(path, name), ""), reads)
+            named = (self.own_names | _CALLED).__contains__  # Ways of sharding set others.
+            yield KeySet(vars(tensor), "attribute", attribute(attribute(path, name), ""), named)
 
-    def _asked(
-        self, keys: Any, also: set[str], never: Collection[str] = ()
-    ) -> Callable[[str], bool]:
+    def _asks(self, keys: Any, also: set[str], never: set[str], name: str) -> bool:
         """Whether code may ask for a name, or it is one of ``also``; imports add modules."""
-        named, any_name = self.own_names | also, self._any_name
-
-        def asked(name: str) -> bool:
-            may_be = name in named or (any_name and name not in held.INTERNAL)
-            return may_be and name not in never and not isinstance(keys.get(name), ModuleType)
-
-        return asked
+        is_named = name in self.own_names or name in also
+        is_asked = is_named or (self._any_name and name not in held.INTERNAL)
+        return is_asked and name not in never and not isinstance(keys.get(name), ModuleType)
 
     def _is_read(self, name: str) -> bool:
         return (self._any_name or name in self.names) and name not in held.INTERNAL
@@ -433,12 +428,12 @@ class PythonState:
         self.own_names.update(code.co_names, held.texts(code.co_consts))
         steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
         is_matched = any(by_place and step == opmap["MATCH_CLASS"] for step, by_place in steps)
-        self._any_name |= is_matched or not _BY_TEXT.isdisjoint(code.co_names)
+        asks = not _BY_TEXT.isdisjoint(code.co_names)
+        self._any_name |= is_matched or asks
         self._imports.update(held.imported_by(code, str(names.get("__package__"))))
         by_text = held.texts(code.co_consts) if "globals" in code.co_names else ()
         loaded = self._loaded.setdefault(id(names), (names, set()))[1]
         loaded.update(i.argval for i in get_instructions(code) if i.opname == "LOAD_GLOBAL")
-        asks = not _BY_TEXT.union(_ASK).isdisjoint(code.co_names)
         for _, path, of, tensor in self._held():
             for name in vars(tensor).keys() & code.co_names:  # Such as a counter.
                 if is_plain(vars(tensor)[name]):
