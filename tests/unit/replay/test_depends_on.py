@@ -156,39 +156,32 @@ def elsewhere() -> tuple[Any, list[Callable[[], float]], dict[str, Callable[[], 
     read += [lambda: context.get() * 1, lambda: MEGATRON.get_args().level]
     read += [lambda: 1.0 + schedule.last_epoch, lambda: optimizer.param_groups[0]["lr"]]
     read += [lambda: config.getfloat("all", "level"), scaler.get_growth_factor]
-    read += [
-        lambda: 2.0 - log.isEnabledFor(logging.DEBUG),
-        lambda: of_megatron.expert_model_parallel_size,
-    ]
-    return (
-        Turned.apply,
-        read,
-        {
-            "Turned.turn": lambda: setattr(Turned, "turn", 0.5),
-            "variable turns": lambda: turns.__setitem__(0, 0.5),
-            "Local.power": lambda: setattr(Local, "power", 0.5),
-            "Inner.power": lambda: setattr(Local.Inner, "power", 0.5),
-            "Meta.level": lambda: setattr(Meta, "level", 0.5),
-            "Made._level": lambda: setattr(Made, "_level", 0.5),
-            "variable number": set_number,
-            "of_itself.own": lambda: vars(of_itself).update(own=0.5),
-            "args": lambda: factors.update(one=0.5),
-            "kept.level": lambda: setattr(vars(Local)["kept"], "level", 0.5),
-            "variable queue": lambda: queue.__setitem__(0, 0.5),
-            "variable context": lambda: context.set(0.5),
-            "variable thread": lambda: vars(thread).update(level=0.5),
-            "variable base": set_base,
-            "last_epoch": lambda: vars(schedule).update(last_epoch=3),
-            "param_groups": lambda: optimizer.param_groups[0].update(lr=0.5),
-            "variable config": lambda: config.set("all", "level", "0.5"),
-            "_growth_factor": lambda: scaler.set_growth_factor(0.5),
-            "expert_model_parallel_size": lambda: vars(of_megatron).update(
-                expert_model_parallel_size=2
-            ),
-            "the level of variable log": lambda: log.setLevel(logging.DEBUG),
-            "defaults": lambda: setattr(of_itself, "__defaults__", (0.5,)),
-        },
-    )
+    read += [lambda: 2.0 - log.isEnabledFor(logging.DEBUG)]
+    read += [lambda: of_megatron.expert_model_parallel_size]
+    changes: dict[str, Callable[[], object]] = {
+        "Turned.turn": lambda: setattr(Turned, "turn", 0.5),
+        "variable turns": lambda: turns.__setitem__(0, 0.5),
+        "Local.power": lambda: setattr(Local, "power", 0.5),
+        "Inner.power": lambda: setattr(Local.Inner, "power", 0.5),
+        "Meta.level": lambda: setattr(Meta, "level", 0.5),
+        "Made._level": lambda: setattr(Made, "_level", 0.5),
+        "variable number": set_number,
+        "of_itself.own": lambda: vars(of_itself).update(own=0.5),
+        "args": lambda: factors.update(one=0.5),
+        "kept.level": lambda: setattr(vars(Local)["kept"], "level", 0.5),
+        "variable queue": lambda: queue.__setitem__(0, 0.5),
+        "variable context": lambda: context.set(0.5),
+        "variable thread": lambda: vars(thread).update(level=0.5),
+        "variable base": set_base,
+        "last_epoch": lambda: vars(schedule).update(last_epoch=3),
+        "param_groups": lambda: optimizer.param_groups[0].update(lr=0.5),
+        "variable config": lambda: config.set("all", "level", "0.5"),
+        "_growth_factor": lambda: scaler.set_growth_factor(0.5),
+        "model_parallel_size": lambda: setattr(of_megatron, "expert_model_parallel_size", 2),
+        "the level of variable log": lambda: log.setLevel(logging.DEBUG),
+        "defaults": lambda: setattr(of_itself, "__defaults__", (0.5,)),
+    }
+    return Turned.apply, read, changes
 
 
 class Unit(nn.Module):
