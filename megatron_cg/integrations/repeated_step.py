@@ -98,6 +98,7 @@ def train_step(
     *,
     bound: RowBound | None = None,
     number: int | None = None,
+    state: StepState | None = None,
 ) -> Any:
     """Train all passes of a step, and return what they return.
 
@@ -108,12 +109,12 @@ def train_step(
     verifies = mismatches.verifies_step
     if mismatches.conditions.all_eager or not (verifies or bound):
         return by_graphs()
-    state = _saved(session, again=bound is not None)
+    state = state or _saved(session, again=bound is not None)
     result = by_graphs()
     excess = bound.exceeded() if bound is not None else None
     if excess is None and not verifies:
         return result
-    replayed = _digests(session, state, result) if excess is None else None
+    replayed = Digests(_numbers(session, state, result)) if excess is None else None
     del result
 
     def repeated() -> Any:
@@ -128,13 +129,13 @@ def train_step(
     result = repeated()
     if replayed is None:
         return result
-    eager = _digests(session, state, result)
+    eager = Digests(_numbers(session, state, result))
     found = replayed.differences(eager)
     differs = mismatches.on_any_rank("a verified step", bool(found), TIMEOUT)
     unstable: list[str] = []
     if differs:
         result = repeated()
-        unstable = eager.differences(_digests(session, state, result))
+        unstable = eager.differences(Digests(_numbers(session, state, result)))
     if differs and not torch.are_deterministic_algorithms_enabled():
         found = [name for name in found if name not in unstable]
         differs, unstable = bool(found), []
@@ -157,19 +158,14 @@ def _saved(session: Session, *, again: bool) -> StepState:
     return state
 
 
-def _digests(session: Session, state: StepState, result: Any) -> Digests:
-    """Of what a step has left, the last layer's gradients first."""
-
-    def named() -> Iterator[tuple[str, Any]]:
-        leaves, _ = tree_flatten_with_path(result)
-        for path, value in leaves:
-            if isinstance(value, torch.Tensor) or is_plain(value):
-                yield f"result{keystr(path)}", value
-        for name, gradient in session.sharding.gradients():
-            yield f"gradient {name}", gradient
-        yield from state.tensors()
-
-    return Digests(named())
+def _numbers(session: Session, state: StepState, result: Any) -> Iterator[tuple[str, Any]]:
+    """What a step has left, the last layer's gradients first."""
+    for path, value in tree_flatten_with_path(result)[0]:
+        if isinstance(value, torch.Tensor) or is_plain(value):
+            yield f"result{keystr(path)}", value
+    for name, gradient in session.sharding.gradients():
+        yield f"gradient {name}", gradient
+    yield from state.tensors()
 
 
 def _text(number: int | None, found: list[str], eager: Digests, cause: str) -> str:
@@ -337,11 +333,12 @@ class StepState:
     def _look(self) -> list[_Root]:
         """All roots, those without changes as they were."""
         spaces, roots = _namespaces(len(sys.modules)), self._roots
-        if spaces is not self._spaces or _have_changed(self._children):
+        if spaces is not self._spaces or any(map(_Holder.has_changed, self._children)):
             self._spaces = spaces
             roots = list(self._all())
             self._children = [_Holder("", module._modules) for _, module in _modules(self._model)]
-        return [root.again() if _have_changed(root.holders) else root for root in roots]
+        changed = partial(map, _Holder.has_changed)
+        return [root.again() if any(changed(root.holders)) else root for root in roots]
 
     def _all(self) -> Iterator[_Root]:
         classes = {type(module): None for _, module in _modules(self._model)}
@@ -370,10 +367,6 @@ class StepState:
         return _once(found)
 
 
-def _have_changed(holders: Iterable[_Holder]) -> bool:
-    return any(holder.has_changed() for holder in holders)
-
-
 def _once[T: tuple[Any, ...]](found: Iterable[T]) -> Iterable[T]:
     """Of those with the same second part the first."""
     first: dict[int, T] = {}
@@ -400,11 +393,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules``, in less time."""
+    """As ``named_modules``, in less time, and without what has the sharding's own state."""
     left, seen = [("", root) for root in roots], set[int]()
     while left:
         path, module = left.pop()
-        if id(module) not in seen:
+        if id(module) not in seen and type(module).__name__ != "MegatronFSDP":
             seen.add(id(module))
             yield path, module
             children = module._modules.items()

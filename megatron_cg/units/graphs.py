@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import InternalTorchDynamoError
+from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_cg.arguments.schema import TRUE_OR_FALSE, OnFailure, OnMismatch, Takes, at_least
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
 from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation, speaking
-from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.integrations import call_arguments
-from megatron_cg.integrations.repeated_step import train_step
+from megatron_cg.integrations.repeated_step import StepState, train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
+from megatron_cg.replay.borders import RUN_BACKWARD, users_of
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.restore import Restores
@@ -32,10 +33,13 @@ from megatron_cg.units.module_unit import ModuleUnit
 from megatron_cg.units.observe import Observer
 from megatron_cg.units.sums import Later
 from megatron_cg.units.unsharded import find_sharding
-from megatron_cg.upstream.patch import combine_undos
+from megatron_cg.upstream.patch import combine_undos, run_instead, undone_after
+from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
 
+_CALL = Symbol("torch.nn:Module._call_impl", "what every call of a module runs")
+RELIES_ON = (_CALL, RUN_BACKWARD)
 _VOICE = call_arguments.CallVoice(call_arguments.UNITS)
 _NO_UNITS = Violation(
     "argument",
@@ -67,9 +71,7 @@ _SOME_RANKS = (
 
 
 _PROCESS_GROUP = Takes(
-    lambda value: (
-        value is None or (isinstance(value, dist.ProcessGroup) and dist.get_rank(value) >= 0)
-    ),
+    lambda one: one is None or (isinstance(one, dist.ProcessGroup) and dist.get_rank(one) >= 0),
     "a process group of torch.distributed with this rank in it; None: all ranks",
     "mesh.get_group(), on the ranks of that group only",
 )
@@ -287,13 +289,8 @@ class GraphedUnits:
         self._awaits_verified, session = False, self.session
         if session is None or not session.mismatches.verifies_step:
             return step()
-        restore = _gradients_saved(self._sharding)
-
-        def eagerly() -> T:
-            restore()
-            return step()
-
-        return train_step(session, step, eagerly)  # type: ignore[no-any-return]
+        once = partial((state := _AllState(session)).observe, step)
+        return train_step(session, once, step, state=state)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Release the graphs and undo all changes. Safe to call twice.
@@ -337,8 +334,7 @@ class GraphedUnits:
         refuted = {n: self._refuted[u] for n, u in enumerate(seen) if u in self._refuted}
         session.mismatches.verifications.refuted.update(refuted)
         samples = [call.samples() for call in seen.values()]
-        with session.capturing(), ExitStack() as stack:
-            stack.enter_context(torch.autocast(**backward))
+        with session.capturing(), torch.autocast(**backward), ExitStack() as stack:
             for unit, (args, kwargs) in zip(units, samples, strict=True):
                 stack.callback(unit.taking_tensors(args, kwargs))
             layers = tuple(unit.layer for unit in units)
@@ -353,32 +349,64 @@ class GraphedUnits:
         return session
 
 
-def _gradients_saved(sharding: Sharding) -> Callable[[], None]:
-    """Save the gradients of a model; returns what restores them, or clears Megatron-FSDP's."""
-    clear: Any = getattr(sharding.wrapped, "zero_grad_buffer", None)
-    if clear is not None:
-        return clear  # type: ignore[no-any-return]
+class _AllState(StepState):
+    """Also gradients, and what a step meets around the model, saved as it comes to it."""
 
-    def owners() -> dict[tuple[int, str], Any]:
-        """What may hold a gradient, by id and attribute."""
-        own = ((parameter, "grad") for parameter in sharding.network.parameters())
-        return {(id(owner), name): owner for owner, name in (*own, *sharding.gradient_owners())}
+    def __init__(self, session: Session) -> None:
+        sharding, self._units = session.sharding, session.units
+        super().__init__([sharding.network], self._units)
+        self._sharding, self._met = sharding, {sharding.wrapped, *sharding.network.modules()}
+        self._around, self._gradients = list[StepState](), WeakIdKeyDictionary()
+        self._keep(self._owners())
 
-    saved = {}
-    for (key, name), owner in owners().items():
-        grad = getattr(owner, name, None)
-        saved[key, name] = owner, grad, None if grad is None else grad.clone()
+    def observe(self, step: Callable[[], Any]) -> Any:
+        def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module not in self._met:
+                self._around.append(StepState([module], self._units))
+                self._met.update(module.modules())
+                self._keep((parameter, "grad") for parameter in module.parameters())
+            return original(module, *args, **kwargs)
 
-    def restore() -> None:
+        def run(original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
+            leaves = (getattr(node, "variable", None) for node, _ in users_of(roots))
+            self._keep((leaf, "grad") for leaf in leaves if leaf is not None)
+            return original(roots, *args, **kwargs)
+
+        with undone_after(run_instead(_CALL, call)), undone_after(run_instead(RUN_BACKWARD, run)):
+            return step()
+
+    def restore(self) -> None:
         # FSDP2's modules may have held other parameters before: the unsharded ones.
-        now = {place: (owner, None, None) for place, owner in owners().items()}
+        now = {owner: (name, None, None) for owner, name in self._owners()}
         with Restores() as stack:
-            for (_, name), (owner, grad, values) in (now | saved).items():
+            stack.callback(super().restore)
+            stack.callback(getattr(self._sharding.wrapped, "zero_grad_buffer", lambda: None))
+            for owner, (name, grad, values) in (now | dict(self._gradients)).items():
                 stack.restore("a gradient", setattr, owner, name, grad)
                 if grad is not None:
                     stack.restore("a gradient", grad.copy_, values)
+            for state in self._around:
+                stack.callback(state.restore)
 
-    return restore
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        yield from super().tensors()
+        own = dict(self._owners())
+        for leaf in self._gradients:
+            if isinstance(leaf, nn.Parameter) and leaf not in own:  # The step makes other leaves.
+                yield f"gradient outside, of shape {tuple(leaf.shape)}", leaf.grad
+        for state in self._around:
+            yield from state.tensors()
+
+    def _owners(self) -> Iterable[tuple[Any, str]]:
+        """What may hold a gradient of the model: object and attribute."""
+        own = ((parameter, "grad") for parameter in self._sharding.network.parameters())
+        return *own, *self._sharding.gradient_owners()
+
+    def _keep(self, owners: Iterable[tuple[Any, str]]) -> None:
+        for owner, name in owners:
+            if owner not in self._gradients:
+                grad = getattr(owner, name, None)
+                self._gradients[owner] = name, grad, None if grad is None else grad.clone()
 
 
 def _named(unit: UnitName) -> str:

@@ -150,7 +150,7 @@ class Run:
         def passes() -> None:
             self.values.set_state(before[0])
             del self.trace[before[1] :]
-            WORLD.calls, self.kept, self.leaf.grad = before[2].copy(), [*before[3]], None
+            WORLD.calls, self.kept = before[2].copy(), [*before[3]]
             self._passes()
 
         return passes

@@ -35,16 +35,21 @@ class Counting(Unit):
 
 def passes(training: Training, x: torch.Tensor, fault: Callable[[Any], object]) -> torch.Tensor:
     """Two passes whose gradients add to those of before, around a count that is rebound."""
-    model: Any = training.model
+    model, (norm, scale) = training.model, AROUND
     total = torch.zeros(())
     for _ in range(2):
         model.seen = model.seen + 1
-        out = in_turn(model, x) * (1 + model.seen / 8)
+        out = in_turn(model, x)
+        out = (out + norm(out) * scale) * (1 + model.seen / 8)
         fault(out)
         loss = out.square().mean()
         loss.backward()
         total += loss.detach()
     return total
+
+
+AROUND: list[Any] = []
+"""A module and a leaf that are not the model's: gradients and buffers."""
 
 
 def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: int) -> Any:
@@ -68,10 +73,12 @@ def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: in
         return verified() if graphs is None else graphs.verified(verified)
 
     training = Training(counting, microbatch)
+    AROUND[:] = torch.nn.BatchNorm1d(plain.WIDTH), torch.ones((), requires_grad=True)
     options: Any = {"verify_steps": 1, "verify_interval": 1, "on_mismatch": on_mismatch}
     graphs = training.graphs(**options) if on_mismatch else None
     with graphs if graphs is not None else nullcontext():
         numbers = list(training.run(graphs))
+    numbers += [*AROUND[0].buffers(), AROUND[0].weight.grad, AROUND[1].grad]
     return numbers, graphs.counters.as_dict() if graphs is not None else {}
 
 
@@ -80,6 +87,7 @@ def nothing(*_: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[Any, Any], object]] = {
+    "gradient outside, of shape": lambda _model, out: out.register_hook(lambda one: 2 * one),
     r"gradient 1\.linear": lambda _model, out: out.register_hook(lambda gradient: 2 * gradient),
     r"buffer 0\.total": lambda model, _out: model[0].total.add_(1),
     "buffer seen": lambda model, _out: model.seen.add_(1),

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cg.tools.record.compare import (
-    DIFFERENT,
-    FAILED,
-    IDENTICAL,
-    NOT_COMPARABLE,
-    compare,
-)
+from megatron_cg.tools.record.compare import DIFFERENT, FAILED, IDENTICAL, NOT_COMPARABLE, compare
 from tests.unit.tools.records import CAPTURED, LAYERS, make_record
 
 Record = dict[str, Any]
