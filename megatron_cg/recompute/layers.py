@@ -160,7 +160,7 @@ def _recompute(layer: Any) -> Callable[[], None]:
                     return run(*args, **kwargs)
 
             if not is_capturing():
-                differentiated = torch.empty(0, requires_grad=True)  # as the block's input is
+                differentiated = torch.empty(0, device="cpu", requires_grad=True)  # As its input.
                 return CheckpointFunction.apply(once, False, *own.values(), differentiated)
             warms_up = not torch.cuda.is_current_stream_capturing()
             return checkpoint(once, *own.values(), use_reentrant=True, preserve_rng_state=warms_up)

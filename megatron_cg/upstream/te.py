@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_cg.restore import device_generator
-from megatron_cg.upstream.patch import Undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 GRAPH = "transformer_engine.pytorch.graph"
@@ -59,13 +57,17 @@ def fuses_attention() -> bool:
     return not _is_loaded(_ATTENTION) or bool(_ATTENTION.find()["use_fused_attention"])
 
 
-def fused_attention_draws_only_dropout() -> Undo:
+def fused_attention_draws_only_dropout() -> Callable[[], None]:
     """Let fused attention not advance the generator without dropout, until the undo."""
+    from megatron_cg.upstream.patch import run_instead  # It imports torch: --help does without.
+
     return run_instead(_FUSED, _attention) if _is_loaded(_FUSED) else lambda: None
 
 
 def _attention(kernel: Callable[..., Any], *args: Any) -> Any:
-    states = [(one, one.get_state()) for one in device_generator()]
+    from megatron_cg import restore  # So does this.
+
+    states = [(one, one.get_state()) for one in restore.device_generator()]
     result = kernel(*args)
     for generator, state in states if args[4] == 0.0 else ():
         generator.set_state(state)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import megatron_cg
+from megatron_cg import restore
 from megatron_cg.upstream import te
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.upstream.te import _ATTENTION, _FUSED, fuses_attention
@@ -84,7 +85,7 @@ def test_fused_attention_draws_for_dropout(monkeypatch: pytest.MonkeyPatch, drop
     module: Any = ModuleType(_FUSED.path.partition(":")[0])
     module.tex = SimpleNamespace(fused_attn_fwd=lambda *_given: torch.rand(1))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(te, "device_generator", lambda: [torch.default_generator])
+    monkeypatch.setattr(restore, "device_generator", lambda: [torch.default_generator])
     undo, before = te.fused_attention_draws_only_dropout(), torch.get_rng_state()
     for is_changed in (dropout > 0, True):
         module.tex.fused_attn_fwd(*given)
