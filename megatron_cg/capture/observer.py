@@ -44,14 +44,19 @@ from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
 from megatron_cg.replay.plain import KNOWN, attribute, is_known
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import device_generator, values_kept
-from megatron_cg.upstream.patch import wrap_method
+from megatron_cg.upstream.patch import Undo, run_instead, wrap_method
 from megatron_cg.upstream.symbols import Symbol
-from megatron_cg.upstream.te import fused_attention_draws_only_dropout
+from megatron_cg.upstream.te import is_loaded
 
 if TYPE_CHECKING:
     from megatron_cg.units.code_observer import CodeObserver
 
+_FUSED = Symbol(
+    "transformer_engine.pytorch.cpp_extensions.fused_attn:tex.fused_attn_fwd",
+    "the kernel of fused attention, with dropout as its argument number 4",
+)
 RELIES_ON = (
+    _FUSED,
     Symbol(
         "torch.distributed:ProcessGroup",
         "a group that counts its collectives",
@@ -296,6 +301,19 @@ def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
             "Its forward and its backward graph would draw different ones, and gradients would be "
             "wrong. Set dropout to 0, take it out of what is recomputed, or drop the checkpoint.",
         )
+
+
+def fused_attention_draws_only_dropout() -> Undo:
+    """Let TE's fused attention not advance the generator without dropout, until the undo."""
+    return run_instead(_FUSED, _attention) if is_loaded(_FUSED) else lambda: None
+
+
+def _attention(kernel: Callable[..., Any], *args: Any) -> Any:
+    states = [(one, one.get_state()) for one in device_generator()]
+    result = kernel(*args)
+    for generator, state in states if args[4] == 0.0 else ():
+        generator.set_state(state)
+    return result
 
 
 def generators_read(unit: Unit, device_type: str) -> list[torch.Generator]:

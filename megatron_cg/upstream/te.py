@@ -1,7 +1,7 @@
 """What other backends need of Transformer Engine where the model has loaded it. Imports no TE."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +18,6 @@ RNG_STATES = Symbol(
 )
 FP8_ENABLED = Symbol(f"{FP8}.is_fp8_enabled", "whether quantization is on")
 FP8_RECIPE = Symbol(f"{FP8}.get_fp8_recipe", "the recipe in use")
-_FUSED = Symbol(
-    "transformer_engine.pytorch.cpp_extensions.fused_attn:tex.fused_attn_fwd",
-    "the kernel of fused attention, with dropout as its argument number 4",
-)
 _ATTENTION = Symbol(
     "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
     ":_attention_backends",
@@ -29,7 +25,7 @@ _ATTENTION = Symbol(
 )
 RELIES_ON = (
     *(START_CAPTURING, IS_CAPTURING, END_CAPTURING, RNG_STATES, FP8_ENABLED, FP8_RECIPE),
-    *(_ATTENTION, _FUSED),
+    _ATTENTION,
 )
 UPGRADE = "pip install 'nvidia-cublas>=13.8.1'"
 """Of CUDA 13. Torch 2.11 pins an older one, and pip warns."""
@@ -43,41 +39,24 @@ NOT_LOADED = "Transformer Engine is not loaded"
 
 def fp8_recipe() -> Any:
     """TE's recipe where TE is loaded and FP8 is on now, else None."""
-    if _is_loaded(FP8_ENABLED) and FP8_ENABLED.find()():
+    if is_loaded(FP8_ENABLED) and FP8_ENABLED.find()():
         return FP8_RECIPE.find()()
     return None
 
 
 def rng_states() -> dict[str, Any]:
-    return dict(RNG_STATES.find()()) if _is_loaded(RNG_STATES) else {}
+    return dict(RNG_STATES.find()()) if is_loaded(RNG_STATES) else {}
 
 
 def fuses_attention() -> bool:
     """Whether cuDNN computed TE's last attention; also true where none of TE's is loaded."""
-    return not _is_loaded(_ATTENTION) or bool(_ATTENTION.find()["use_fused_attention"])
-
-
-def fused_attention_draws_only_dropout() -> Callable[[], None]:
-    """Let fused attention not advance the generator without dropout, until the undo."""
-    from megatron_cg.upstream.patch import run_instead  # It imports torch: --help does without.
-
-    return run_instead(_FUSED, _attention) if _is_loaded(_FUSED) else lambda: None
-
-
-def _attention(kernel: Callable[..., Any], *args: Any) -> Any:
-    from megatron_cg import restore  # So does this.
-
-    states = [(one, one.get_state()) for one in restore.device_generator()]
-    result = kernel(*args)
-    for generator, state in states if args[4] == 0.0 else ():
-        generator.set_state(state)
-    return result
+    return not is_loaded(_ATTENTION) or bool(_ATTENTION.find()["use_fused_attention"])
 
 
 @contextmanager
 def told_of_capture() -> Iterator[None]:
     """TE's modules take their paths for CUDA graphs in the block; nothing where none is loaded."""
-    if not _is_loaded(IS_CAPTURING) or IS_CAPTURING.find()():
+    if not is_loaded(IS_CAPTURING) or IS_CAPTURING.find()():
         yield
         return
     START_CAPTURING.find()()
@@ -87,5 +66,5 @@ def told_of_capture() -> Iterator[None]:
         END_CAPTURING.find()()
 
 
-def _is_loaded(symbol: Symbol) -> bool:
+def is_loaded(symbol: Symbol) -> bool:
     return symbol.path.partition(":")[0] in sys.modules

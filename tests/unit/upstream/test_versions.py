@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import megatron_cg
-from megatron_cg import restore
-from megatron_cg.upstream import te
+from megatron_cg.capture import observer
+from megatron_cg.capture.observer import _FUSED
 from megatron_cg.upstream.symbols import installed_version
-from megatron_cg.upstream.te import _ATTENTION, _FUSED, fuses_attention
+from megatron_cg.upstream.te import _ATTENTION, fuses_attention
 from tests.unit.te_sources import source_of_te
 
 MEGATRON = 'MAJOR = 0\nMINOR = 99\nPATCH = 1\nPRE_RELEASE = "rc3"\nVERSION = (MAJOR, MINOR)\n'
@@ -85,8 +85,8 @@ def test_fused_attention_draws_for_dropout(monkeypatch: pytest.MonkeyPatch, drop
     module: Any = ModuleType(_FUSED.path.partition(":")[0])
     module.tex = SimpleNamespace(fused_attn_fwd=lambda *_given: torch.rand(1))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(restore, "device_generator", lambda: [torch.default_generator])
-    undo, before = te.fused_attention_draws_only_dropout(), torch.get_rng_state()
+    monkeypatch.setattr(observer, "device_generator", lambda: [torch.default_generator])
+    undo, before = observer.fused_attention_draws_only_dropout(), torch.get_rng_state()
     for is_changed in (dropout > 0, True):
         module.tex.fused_attn_fwd(*given)
         assert torch.equal(torch.get_rng_state(), before) is not is_changed
