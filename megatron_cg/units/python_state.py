@@ -17,7 +17,7 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dis import get_instructions, opmap
+from dis import get_instructions
 from functools import partial
 from itertools import product
 from logging import Logger
@@ -426,14 +426,14 @@ class PythonState:
             return
         self.asks_for_gradients |= "needs_input_grad" in code.co_names
         self.own_names.update(code.co_names, held.texts(code.co_consts))
-        steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
-        is_matched = any(by_place and step == opmap["MATCH_CLASS"] for step, by_place in steps)
+        instructions = list(get_instructions(code))
+        is_matched = any(one.opname == "MATCH_CLASS" and one.arg for one in instructions)
         asks = not _BY_TEXT.isdisjoint(code.co_names)
         self._any_name |= is_matched or asks
         self._imports.update(held.imported_by(code, str(names.get("__package__"))))
         by_text = held.texts(code.co_consts) if "globals" in code.co_names else ()
         loaded = self._loaded.setdefault(id(names), (names, set()))[1]
-        loaded.update(i.argval for i in get_instructions(code) if i.opname == "LOAD_GLOBAL")
+        loaded.update(one.argval for one in instructions if one.opname == "LOAD_GLOBAL")
         for _, path, of, tensor in self._held():
             for name in vars(tensor).keys() & code.co_names:  # Such as a counter.
                 if is_plain(vars(tensor)[name]):
