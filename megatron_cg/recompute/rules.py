@@ -67,10 +67,12 @@ def _against_full_recompute(given: Configuration) -> list[Facts]:
             "{type:--recompute-method block}",
         ),
     )
+    if not recomputes_layers(run):
+        return []
     return [
         {"what": say(what, run=run), "why": why, "instead": say(instead)}
         for broken, what, why, instead in found
-        if broken and recomputes_layers(run)
+        if broken
     ]
 
 
