@@ -286,8 +286,7 @@ class DetachedParams:
         ]
         before = self._before.pop(now, None)
         if before is not None:
-            pairs = zip(before, total, strict=True)
-            total = [b if a is None else a if b is None else a + b for a, b in pairs]
+            total = list(map(_sum, before, total))
         if self.is_still_to_come():
             self._before[now] = [one if one is None else one.clone() for one in total]
         else:
@@ -304,3 +303,9 @@ def _cast(gradient: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor |
     if gradient is None or gradient.dtype is weight.dtype:
         return gradient
     return gradient.to(weight.dtype)
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -333,12 +333,11 @@ class StepState:
     def _look(self) -> list[_Root]:
         """All roots, those without changes as they were."""
         spaces, roots = _namespaces(len(sys.modules)), self._roots
-        if spaces is not self._spaces or any(map(_Holder.has_changed, self._children)):
+        if spaces is not self._spaces or _have_changed(self._children):
             self._spaces = spaces
             roots = list(self._all())
             self._children = [_Holder("", module._modules) for _, module in _modules(self._model)]
-        changed = partial(map, _Holder.has_changed)
-        return [root.again() if any(changed(root.holders)) else root for root in roots]
+        return [root.again() if _have_changed(root.holders) else root for root in roots]
 
     def _all(self) -> Iterator[_Root]:
         classes = {type(module): None for _, module in _modules(self._model)}
@@ -365,6 +364,10 @@ class StepState:
         found += [one for one in rng_states().items() if type(one[1]) is torch.Generator]
         found += [one for root in roots for one in root.generators]
         return _once(found)
+
+
+def _have_changed(holders: Iterable[_Holder]) -> bool:
+    return any(holder.has_changed() for holder in holders)
 
 
 def _once[T: tuple[Any, ...]](found: Iterable[T]) -> Iterable[T]:

@@ -289,9 +289,7 @@ class Addresses:
         pairs = zip(self._rows, expected, now, strict=False)
         (_, part, item), *values = next(pair for pair in pairs if pair[1] != pair[2])
         subject = f"the {part} of {item.name} in the {'forward' if forward else 'backward'} pass"
-        if part == "memory":
-            values = [", ".join(map(hex, v if isinstance(v, tuple) else (v,))) for v in values]
-        was, is_now = map(str, values)
+        was, is_now = map(_hex if part == "memory" else str, values)
         return Mismatch("address", subject, was, is_now, item.cause)
 
 
@@ -315,6 +313,10 @@ def _reader(tensor: torch.Tensor, *, on_device: bool) -> Callable[[], object]:
         return tuple(part.data_ptr() for part in raw if isinstance(part, torch.Tensor))
 
     return read
+
+
+def _hex(address: Any) -> str:
+    return ", ".join(map(hex, address if isinstance(address, tuple) else (address,)))
 
 
 class Hooks:

@@ -174,8 +174,8 @@ class Sums:
         call.uses_results = bool(own)
         unwritten = set()
         for one in outputs:
-            base: Any = one._base if id(one) in edges else None
-            if getattr(base, "grad_fn", None) is None or edge_of(base)[0] not in inside:
+            base: Any = one._base
+            if id(one) not in edges or not _is_view(one) or edge_of(base)[0] not in inside:
                 continue
             is_whole = one.numel() == base.numel() or base.is_contiguous()
             call.bases[edge_of(base)] = is_free = uses[edge_of(base)] < 2 and is_whole
@@ -193,9 +193,8 @@ class Sums:
                 used = ObservedResult(unit, tensor, strides.note, _NUMBER.find()())
                 self._used[edge], notes = used, [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
-            base: Any = tensor._base
-            if getattr(base, "grad_fn", None) is not None and (edge := edge_of(base)) in bases:
-                edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], ()))
+            if _is_view(tensor) and (base := edge_of(tensor._base)) in bases:  # type: ignore[arg-type]
+                base[0].register_prehook(partial(self._ran, unit, passes, base[1], ()))
 
     def _ran(
         self,
@@ -436,6 +435,12 @@ def _is_hooked(node: Any) -> bool:
 def _is_own(node: Any) -> bool:
     """Whether it is a node of this package between a replay and what its caller has."""
     return issubclass(getattr(node, "_forward_cls", object), PassedOn)
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd has a node for what it is a view of."""
+    base = tensor._base
+    return base is not None and base.grad_fn is not None
 
 
 def _is_cast(node: Any) -> bool:
