@@ -11,10 +11,16 @@ Note [Launch first]
     GPU. If the GPU waits for the host (in the first layers of a step; in all layers of a dropless
     MoE model), the gather is exposed. So the gather for the next unit is held until the graph of
     this unit is launched.
-    Megatron-FSDP is asked twice for that: for this unit alone, and later with the prefetch. The
-    later gather overwrites the buffer of the previous unit. So it must wait for that unit's
+    The later gather overwrites the buffer of the previous unit. So it must wait for that unit's
     kernels, but not for the graph that was just launched: not for the current stream, as in
     Megatron-FSDP, but for an event that was recorded where Megatron-FSDP would have issued it.
+
+Note [A group of one bucket]
+    Megatron-FSDP's method, asked again for what was held, takes as long in Python as NCCL needs to
+    launch. It coalesces the gathers of a bucket group, of which most have one bucket. Such buckets
+    are gathered directly, by the same collective on the same stream. Which buckets a list stands
+    for depends only on the model: the method itself runs once for each list on a copy of the
+    pipeline in which every bucket is ready, so that it looks at each bucket and gathers none.
 
 Note [One order over all communicators]
     NCCL requires that all ranks issue the collectives of a process in one order, across all of its
@@ -33,7 +39,9 @@ Note [One order over all communicators]
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from functools import cache, partial
 from typing import Any
 
@@ -41,16 +49,28 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
-from megatron_cg.fsdp.roles import fsdp_function
+from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
 
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
-_GATHER = "all_gather_params"
+_GATHER, _ABSENT = "all_gather_params", ("EMPTY", "PRESERVED")
+Key = tuple[int, bool]
+"""A bucket's number, and whether the key is for its transposed weights."""
 REPLACES_GATHERS = fsdp_function(
     f"AllGatherPipeline.{_GATHER}",
     "what gathers the buckets of parameters",
     *("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
     fingerprints=("65e4250c4171bbcb",),
+)
+RELIES_ON_BUCKETS = (
+    *fsdp_function(
+        "AllGatherPipeline.async_bucket_gather",
+        "what gathers one bucket",
+        *("self", "bucket_id", "bwd"),
+    ),
+    *fsdp_class("AllGatherPipeline", "bucket_status", "bucket_can_be_released"),
+    *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "ag_stream"),
+    *fsdp_class("BucketStatus", *_ABSENT, "READY_TO_USE"),
 )
 _LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
 _HOOKS, _WALKS = "MegatronFSDP._register_fsdp_hooks.<locals>", "what walks over parameters"
@@ -69,7 +89,7 @@ REPLACES_UNSHARD = (
         fingerprints=("00cb9ee24111bcad",),
     ),
 )
-RELIES_ON = (*REPLACES_GATHERS, *REPLACES_UNSHARD)
+RELIES_ON = (*REPLACES_GATHERS, *REPLACES_UNSHARD, *RELIES_ON_BUCKETS)
 
 
 class DeferredPrefetch:
@@ -77,6 +97,10 @@ class DeferredPrefetch:
 
     def __init__(self) -> None:
         self._held: Callable[[], None] | None = None
+        self._buckets: tuple[Key, ...] = ()
+        """What the held gather looks at."""
+        self._pipeline: Any = None
+        self._absent: tuple[Any, ...] = ()
         self._since: Any = None
         """Where Megatron-FSDP would have issued what is held."""
         self._beside: Any = None
@@ -88,16 +112,26 @@ class DeferredPrefetch:
 
         ``graphed`` are the modules inside graphs, whose launches call :meth:`launched`.
         """
-        pipeline = fsdp.all_gather_pipeline
+        self._pipeline = pipeline = fsdp.all_gather_pipeline
         self._since, self._beside = torch.cuda.Event(), torch.cuda.Stream()
         upstream: Any = inspect.getmodule(type(pipeline))
         forward, gather = upstream.PrefetchOrder.FORWARD_PASS_ORDER, getattr(pipeline, _GATHER)
+        self._absent = tuple(getattr(upstream.BucketStatus, name) for name in _ABSENT)
+        ready, known = upstream.BucketStatus.READY_TO_USE, dict[Any, tuple[Key, ...]]()
 
         @cache
         def weights() -> frozenset[int]:
             # Called in a pass only: between two steps modules may hold the optimizer's DTensors.
             own = (p for module in graphed for p in module.parameters(recurse=False))
             return frozenset(map(id, own))
+
+        def buckets_of(params: Sequence[nn.Parameter], options: dict[str, Any]) -> tuple[Key, ...]:
+            """See Note [A group of one bucket]."""
+            asked = copy(pipeline)
+            statuses = asked.bucket_status = defaultdict(lambda: ready)
+            asked.bucket_can_be_released = {}
+            getattr(type(asked), _GATHER)(asked, params, prefetch=True, **options)
+            return tuple(statuses)
 
         def all_gather_params(
             params: Sequence[nn.Parameter], prefetch: bool = False, **options: Any
@@ -110,6 +144,10 @@ class DeferredPrefetch:
             if holds:
                 self._since.record()
                 self._held = partial(gather, params, prefetch=True, **options)
+                key = (*map(id, params), *options.items())
+                if key not in known:
+                    known[key] = buckets_of(params, options)
+                self._buckets = known[key]
 
         yield self.drop
         yield patch.wrap_method(fsdp, "forward", before=self.drop)
@@ -117,10 +155,21 @@ class DeferredPrefetch:
 
     def launched(self) -> None:
         """Issue what is held, after a graph was launched on the stream of the forward pass."""
-        if self._held is not None:
+        if self._held is None:
+            return
+        status, group_of = self._pipeline.bucket_status, self._pipeline.bucket_to_bucket_group
+        missing = [key for key in self._buckets if status[key] in self._absent]
+        stream = self._pipeline.ag_stream
+        if stream is None or len({group_of[bucket] for bucket, _ in missing}) < len(missing):
             self._beside.wait_event(self._since)
-            with torch.cuda.stream(self._beside):
+            with self._beside:
                 self.issue()
+            return
+        self._held = None
+        stream.wait_event(self._since)
+        with stream:
+            for bucket, is_transposed in missing:
+                self._pipeline.async_bucket_gather(bucket, is_transposed)
 
     def issue(self) -> None:
         """Issue what is held, as Megatron-FSDP would at this point."""

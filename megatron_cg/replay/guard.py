@@ -149,6 +149,8 @@ class Entry:
     clause: str
     what: str
     """What it is, in words."""
+    counts: Callable[[Any], bool] | None = None
+    """Whether what takes the place of None counts; without it, everything does."""
 
 
 @dataclass(frozen=True)
@@ -405,6 +407,9 @@ class Objects:
     def _other_object(self, number: int) -> Mismatch | None:
         holder, key, same = self._objects[number]
         now, contents = holder.get(key), self._contents.get(number)
+        counts = self._entries[number].counts
+        if same is None and counts is not None and not counts(now):
+            return None
         # A container may have been changed before it was replaced: its contents at capture count.
         is_same = same_value(same, now) if contents is None else contents.are_in(now)
         if is_same:

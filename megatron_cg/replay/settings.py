@@ -13,11 +13,11 @@ Note [Switches of torch]
 Note [What counts]
     Of a module its floats, strings, enums, tuples of plain values and functions, None that becomes
     such a value, and new attributes that take the place of a method. Integers and booleans are left
-    out, since modules count passes with them. Of a config everything plain that layers may read,
-    and of a class its functions.
+    out, since modules count passes with them, and None of TE's modules, which fill it in their
+    first pass. Of a config everything plain that layers may read, and of a class its functions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -49,6 +49,7 @@ _OF_LOOPS = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
 """Fields of a config that are scheduled in training and read behind the layers."""
 _OTHER_ROWS = ("forward", "_training_state", "_is_full_backward_hook", *COPIES)
 _names_of = cache(lambda kind: frozenset(dir(kind)).difference(COPIES))
+_TE = "transformer_engine."
 _CLAUSE, _CLASSES = "setting", SimpleNamespace(get=type)
 """The class of an object, as a key, is a row like others."""
 
@@ -93,10 +94,11 @@ def settings_of(units: Iterable[Unit]) -> Objects:
             if is_known(module, packages) and id(module) not in seen:
                 seen.add(id(module))
                 where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
+                fills = any(one.__module__.startswith(_TE) for one in type(module).__mro__)
                 for key, value in own.items():
-                    if key not in _OTHER_ROWS and _setting(value) is value:
-                        holder = _row(own, value, _setting)
-                        entries.append(Entry(holder, key, _CLAUSE, f"{key} of {where}"))
+                    counts = _is_setting(value) and not (fills and value is None)
+                    if counts and key not in _OTHER_ROWS:
+                        entries.append(Entry(own, key, _CLAUSE, f"{key} of {where}", _is_setting))
                 entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
                 kind: Any = type(module)
                 key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind).__contains__))
@@ -120,20 +122,14 @@ def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
             counts = is_plain(value) or is_container(value) or key == "activation_func"
             if counts and key not in _OF_LOOPS:
                 what = f"{key} of the model's {type(config).__name__}"
-                yield Entry(_row(vars(config), value, _no_function), key, _CLAUSE, what)
+                yield Entry(vars(config), key, _CLAUSE, what, _is_no_function)
 
 
-def _row(fields: Mapping[str, Any], value: Any, counts: Callable[[Any], Any]) -> Any:
-    """What has the field of this ``value``; None stays None until it becomes what ``counts``."""
-    return SimpleNamespace(get=lambda key: counts(fields.get(key))) if value is None else fields
+def _is_setting(value: Any) -> bool:
+    """Whether the attribute of a module counts."""
+    return isinstance(value, _OF_MODULES) or (type(value) is tuple and all(map(is_plain, value)))
 
 
-def _setting(value: Any) -> Any:
-    """The attribute of a module; None if it does not count."""
-    counts = isinstance(value, _OF_MODULES) or (type(value) is tuple and all(map(is_plain, value)))
-    return value if counts else None
-
-
-def _no_function(value: Any) -> Any:
-    """The field of a config; None if a loop gave it a function, as for gradients and timers."""
-    return None if callable(value) else value
+def _is_no_function(value: Any) -> bool:
+    """Of a config: functions that a loop gave it, as for gradients and timers, do not count."""
+    return not callable(value)

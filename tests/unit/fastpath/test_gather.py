@@ -172,8 +172,9 @@ class Pipeline:
         assert [group.fsdp_unit_id for group in groups] == [None, 0, 1, 2]
         self.units = [nn.ParameterList(group.params) for group in groups[1:]]
         monkeypatch.setitem(vars(self.own), "all_gather_params", self.asked)
+        monkeypatch.setattr(self.own, "ag_stream", Stream(self.events, "its stream"))
+        monkeypatch.setattr(self.own, "async_bucket_gather", lambda *key: self.events.append(key))
         monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(self.events, "a stream"))
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
         self.deferred = DeferredPrefetch()
         self.undo = self.deferred.install(self.fsdp, self.units[:2])
 
@@ -199,13 +200,18 @@ def pipeline(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipeli
     assert made.own.all_gather_params == made.asked
 
 
+@pytest.mark.parametrize("coalesced", [False, True])
 def test_the_next_unit_is_gathered_once_a_graph_is_launched_or_another_unit_is_asked_for(
-    pipeline: Pipeline,
+    coalesced: bool, pipeline: Pipeline
 ) -> None:
+    if coalesced:
+        pipeline.own.bucket_to_bucket_group = dict.fromkeys(range(4), 0)
     assert pipeline.ask(0) == [(0, False)]
     pipeline.deferred.launched()
     # For what the unit before has launched, and not for the graph itself.
-    assert pipeline.happened() == ["a stream waits", "on a stream", (0, True)]
+    alone = ["its stream waits", "on its stream", (1, False), (2, False)]
+    together = ["a stream waits", "on a stream", (0, True)]
+    assert pipeline.happened() == (together if coalesced else alone)
     pipeline.deferred.launched()
     assert pipeline.happened() == []
     assert pipeline.ask(1) == [(1, False)]
