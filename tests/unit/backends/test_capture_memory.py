@@ -60,12 +60,7 @@ def test_gradients_outlive_their_step_in_megatrons_graph_mode_and_not_in_ours(
 @pytest.fixture
 def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trainers pass no mask, as Megatron's data loader where it makes none, or their own."""
-    from megatron.core.transformer import cuda_graphs
-
     from megatron_cg.tape.train import Trainer
-
-    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
-    monkeypatch.setattr(cuda_graphs, "make_graphed_callables", None, raising=False)
 
     def forward(self: Any) -> torch.Tensor:
         tokens, labels = next(self._batches)
@@ -74,7 +69,6 @@ def unmasked(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return losses.float()
 
     monkeypatch.setattr(Trainer, "_forward", forward)
-
     with microbatch_of(2):
         yield
 

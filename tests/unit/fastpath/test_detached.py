@@ -6,7 +6,7 @@ next replay begins, so it shows if a gradient was kept there.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -231,6 +231,15 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture
+def case() -> Iterator[Case]:
+    """The weights of a unit, which fill a bucket and are detached."""
+    made = Case(PARTS, weights=PARTS)
+    undo = made.install()
+    yield made
+    undo()
+
+
 def one_pass(case: Case) -> None:
     case.megatron.begin()
     case.called = 0
@@ -246,15 +255,12 @@ HOOKED: list[Callable[[Case], object]] = [
 
 @pytest.mark.parametrize("change", HOOKED)
 def test_weights_that_are_more_than_weights_are_left_to_autograd(
-    change: Callable[[Case], object], taken: list[int]
+    change: Callable[[Case], object], case: Case, taken: list[int]
 ) -> None:
-    case = Case(PARTS, weights=PARTS)
-    undo = case.install()
     one_pass(case)
     assert taken == [PARTS]
     change(case)
     one_pass(case)
-    undo()
     assert taken == [PARTS]
 
 
@@ -274,15 +280,12 @@ def test_few_weights_of_a_graph_are_detached_and_unknown_ones_are_not(taken: lis
 
 @pytest.mark.parametrize("change", HOOKED)
 def test_weights_that_change_between_the_passes_end_the_run(
-    change: Callable[[Case], object], taken: list[int]
+    change: Callable[[Case], object], case: Case, taken: list[int]
 ) -> None:
-    case = Case(PARTS, weights=PARTS)
-    undo = case.install()
     loss = case.call(given()).sum()
     change(case)
     with pytest.raises(FastPathError, match="after the forward pass"):
         loss.backward()
-    undo()
     assert taken == []
 
 
@@ -294,15 +297,13 @@ def test_a_torch_without_what_it_relies_on_is_told_before_a_replay(
         Case(PARTS, weights=PARTS).install()
 
 
-def test_a_pass_that_names_its_inputs_is_refused(taken: list[int]) -> None:
-    case, rows = Case(PARTS, weights=PARTS), given()
-    undo = case.install()
+def test_a_pass_that_names_its_inputs_is_refused(case: Case, taken: list[int]) -> None:
+    rows = given()
     for named in ([rows], [rows, case.weights[0]]):
         with pytest.raises(FastPathError, match="names its inputs"):
             case.call(rows).sum().backward(inputs=named)
         with pytest.raises(FastPathError, match="--cg-no-fsdp-fast-path"):
             torch.autograd.grad(case.call(rows).sum(), named, allow_unused=True)
-    undo()
     assert taken == []
 
 
@@ -362,13 +363,10 @@ def test_gradients_of_a_graph_go_into_each_bucket_by_one_copy(
     undo()
 
 
-def test_weights_that_got_other_accumulators_end_the_run() -> None:
-    case = Case(PARTS, weights=PARTS)
-    undo = case.install()
+def test_weights_that_got_other_accumulators_end_the_run(case: Case) -> None:
     one_pass(case)
     forget_accumulators([case.layer])
     case.megatron.begin()
     penalty = case.weights[1].square().sum()
     with pytest.raises(FastPathError, match="another AccumulateGrad node"):
         (case.call(given()).sum() + penalty).backward()
-    undo()

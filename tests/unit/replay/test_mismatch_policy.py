@@ -4,24 +4,23 @@ from functools import partial
 from itertools import count, pairwise
 from random import Random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_cg.errors import ReplayMismatchError, Voice
 from megatron_cg.integrations.call_arguments import UNITS, CallVoice
-from megatron_cg.replay import guarded_graph as graphed
 from megatron_cg.replay import mismatch_policy
 from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.guarded_graph import replay_instead
 from megatron_cg.replay.mismatch_policy import Counters, MismatchPolicy, ReplayPolicy
 from megatron_cg.replay.unit import Unit
 from tests.unit.ranks import on_ranks
-from tests.unit.replay.test_eager_passes import UNIT, WRONG, graph_of, with_collectives
+from tests.unit.replay.test_eager_passes import UNIT, found_wrong, graph_of, with_collectives
+from tests.unit.replay.test_verify import flip
 from tests.unit.units import plain
 
 MISMATCHES = [Mismatch("shape", f"argument {name}", "1", "2", "Cause.") for name in "ab"]
@@ -178,9 +177,6 @@ def test_every_so_many_steps_all_are_verified(interval: int) -> None:
 def test_a_later_fault_is_found_when_its_unit_is_verified(
     direction: str, tensors: str, number: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def flip(tensor: torch.Tensor) -> None:
-        tensor.detach().view(-1).view(torch.int32)[3] ^= 1
-
     training, last = plain.Training(), plain.UNITS * TURN
     with training.graphs() as graphs:
         for step in range(plain.WARMUP + last):
@@ -199,19 +195,15 @@ def test_a_later_fault_is_found_when_its_unit_is_verified(
 def life(eager: Any, run: Any, wrong: str = "") -> dict[str, Any]:
     """Train beside an eager run, in random orders of units: what was verified, and refuted when."""
     done, chance, refuted = list[tuple[int, str]](), Random(7), 0
-    real = cast(Any, graphed).verify
 
-    def verify(unit: Any, *arguments: Any, **options: Any) -> tuple[Mismatch | None, int]:
-        assert real(unit, *arguments, **options) == (None, 0)
-        done.append((step, unit.name))
-        # On one rank alone, though it is right.
-        is_wrong = unit.name == wrong and step > 1 and dist.get_rank() == 1
-        return (WRONG if options["on_any_rank"](is_wrong) else None), 0
+    def is_wrong(unit: str) -> bool:
+        done.append((step, unit))
+        return unit == wrong and step > 1
 
     run.with_graphs()
     for step in range((LAYERS + 1) * TURN + 2):
         order, losses = None if wrong or step < 2 else chance.choice(ORDERS), []
-        with patch.object(graphed, "verify", verify):
+        with found_wrong(is_wrong):
             for one in (eager, run):
                 torch.manual_seed(step)
                 one.network.order = order

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
-from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_cg import restore
@@ -106,16 +105,6 @@ def failing(owner: Any, name: str, number: int, error: BaseException) -> Iterato
         yield seen
 
 
-@contextmanager
-def megatron_with_tapes() -> Iterator[None]:
-    with (
-        microbatch_of(2),
-        patch.object(cuda_graphs, "HAVE_TE_GRAPHS", True),
-        patch.object(cuda_graphs, "make_graphed_callables", None, create=True),
-    ):
-        yield
-
-
 def new_trainer() -> Any:
     # With dropout, a generator that is not put back shows in the next loss.
     trainer = trainers.new_trainer(CpuModelConfig(layers=LAYERS, dropout=0.1))
@@ -138,7 +127,7 @@ def train_through_failures() -> list[dict[str, Any]]:
     parallel_state.destroy_model_parallel()
     trainer = new_trainer()
     results: list[dict[str, Any]] = [{"eager": eager[0], "after": step(trainer)}]
-    with megatron_with_tapes():
+    with microbatch_of(2):
         for case, expected in zip(CASES, eager[1:], strict=False):
             helper = trainers.helper_of(trainer, OneMask(), on_failure="eager")
             error = ERRORS[case.error](f"forced: {case}")
@@ -196,7 +185,7 @@ def capture(on_failure: str, *faults: tuple[str, str]) -> str:
     attention: Any = transformer_layers(trainer.model)[0].self_attention
     attention.register_buffer("table", torch.zeros(2))
     trainer.step()
-    with megatron_with_tapes(), ExitStack() as stack:
+    with microbatch_of(2), ExitStack() as stack:
         helper = trainers.helper_of(trainer, OneMask(), on_failure=on_failure)
         for stage, text in faults if dist.get_rank() == 1 else ():
             stack.enter_context(failing(*call_that_fails(stage), RuntimeError(text)))

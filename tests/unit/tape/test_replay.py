@@ -1,22 +1,17 @@
 """What a tape does at a replay: the same bits as eager, and a graph's blindness."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_cg.backends.driver import GraphedModule
 from megatron_cg.tape.tape_backend import FreedStorageError, TapeBackend
 from tests.unit.backends import blocks
 from tests.unit.backends.blocks import Scale
 
-
-def capture(
-    modules: tuple[nn.Module, ...], kwargs: dict[str, torch.Tensor] | None = None, **options: Any
-) -> tuple[GraphedModule, ...]:
-    graphs: tuple[GraphedModule, ...] = blocks.capture(TapeBackend(), modules, kwargs, **options)
-    return graphs
+capture = partial(blocks.capture, TapeBackend())
 
 
 def test_a_parameter_that_was_moved_is_read_at_its_old_address() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import repeat
 from pathlib import Path
@@ -230,19 +230,16 @@ def test_a_user_may_give_a_file_a_name_of_the_standard_library(
     assert is_known(Path, LIBRARIES)
 
 
-class Keeps(Unit):
-    """Reads a tensor that lies in what ``make`` gives it."""
+class Does(Unit):
+    """Does something with its output, and what it keeps."""
 
-    def __init__(self, make: Callable[[torch.Tensor], Any], read: Callable[[Any], Any]) -> None:
+    def __init__(self, what: Callable[[Any, Any], Any], kept: Any) -> None:
         super().__init__()
-        self.make, self.read = make, read
-        self.put(0.5)
-
-    def put(self, value: float) -> None:
-        self.kept = self.make(torch.full((plain.WIDTH,), value))
+        self.what, self.kept = what, kept
+        vars(self.linear.weight)["calls"] = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = super().forward(x) * self.read(self.kept)
+        made: torch.Tensor = self.what(self, super().forward(x)).sin()
         return made
 
 
@@ -260,74 +257,18 @@ HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_tensor_that_code_reads_is_guarded_wherever_it_lies(name: str) -> None:
+    make, read = HOLDERS[name]
+
+    def kept(value: float) -> Any:
+        return make(torch.full((plain.WIDTH,), value))
+
     def replace(run: Training) -> None:
         if run.step == plain.STEPS - 1:
             for unit in run.model:
-                unit.put(0.25)
+                unit.kept = kept(0.25)
 
-    assert_as_eager(CHANGED, partial(units, partial(Keeps, *HOLDERS[name])), train, 1, replace)
-
-
-def test_a_tensor_in_an_object_of_torch_is_refused() -> None:
-    """Nobody would see that it is replaced there."""
-    make = partial(units, partial(Keeps, create_mask, lambda kept: kept.mask_mod.args[0]))
-    refused(CaptureError, "where its code gets it from is unknown", make, train)
-
-
-def create_mask(tensor: torch.Tensor) -> Any:
-    return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, 1, dtype=torch.int32),
-        torch.zeros(1, 1, 1, 1, dtype=torch.int32),
-        mask_mod=partial(torch.mul, tensor),
-    )
-
-
-@dataclass
-class Held:
-    turns: Any
-
-
-class Turns(Unit):
-    """Reads an iterator that is in containers, or in what torch's trees open."""
-
-    def __init__(self, keep: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.turns, self.read = keep(repeat(0.5)), read
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turn: float = next(self.read(self.turns))
-        return super().forward(x) * turn
-
-
-TURNS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "dict and deque": (lambda turns: UserDict(a=deque([turns])), lambda kept: kept["a"][0]),
-    "deep": (
-        lambda turns: reduce(lambda inner, _: [inner], range(9), turns),
-        lambda kept: reduce(lambda outer, _: outer[0], range(9), kept),
-    ),
-    "tree": (Held, lambda kept: pytree.tree_leaves(kept)[0]),
-}
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_an_iterator_in_containers_is_refused(name: str) -> None:
-    if Held not in pytree.SUPPORTED_NODES:
-        pytree.register_dataclass(Held)
-    make = partial(units, partial(Turns, *TURNS[name]))
-    refused(CaptureError, "reads attribute turns, an iterator", make)
-
-
-class Does(Unit):
-    """Does something with its output, and what it keeps."""
-
-    def __init__(self, what: Callable[[Any, Any], Any], kept: Any) -> None:
-        super().__init__()
-        self.what, self.kept = what, kept
-        vars(self.linear.weight)["calls"] = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.what(self, super().forward(x)).sin()
-        return made
+    reads = partial(units, lambda: Does(lambda unit, y: y * read(unit.kept), kept(0.5)))
+    assert_as_eager(CHANGED, reads, train, 1, replace)
 
 
 def sets_in_backward(unit: Any, y: Any) -> torch.Tensor:
@@ -341,19 +282,56 @@ def counts_on_a_weight(unit: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
-    "changes norm in its backward pass": (sets_in_backward, None),
-    "changes attribute linear.weight.calls in its forward": (counts_on_a_weight, None),
-    "reads attribute kept, which leads to more objects": (
+@dataclass
+class Held:
+    turns: Any
+
+
+pytree.register_dataclass(Held)
+MASK = BlockMask.from_kv_blocks(
+    torch.ones(1, 1, 1, dtype=torch.int32),
+    torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+    mask_mod=partial(torch.mul, torch.ones(plain.WIDTH)),
+)
+ITERATOR = "reads attribute kept, an iterator"
+REFUSED: dict[str, tuple[str, Callable[[Any, Any], Any], Any]] = {
+    "set in backward": ("changes norm in its backward pass", sets_in_backward, None),
+    "counter of a weight": (
+        *("changes attribute linear.weight.calls in its forward", counts_on_a_weight, None),
+    ),
+    "deep": (
+        "reads attribute kept, which leads to more objects",
         lambda unit, y: y * unit.kept[0][0][0][0][0][0][0],
         [[[[[[[1.0]]]]]]],
+    ),
+    "iterator in a deque": (
+        ITERATOR,
+        lambda unit, y: y * next(unit.kept["a"][0]),
+        UserDict(a=deque([repeat(0.5)])),
+    ),
+    "deep iterator": (
+        ITERATOR,
+        lambda unit, y: y * next(unit.kept[0][0][0][0][0][0][0][0][0]),
+        [[[[[[[[[repeat(0.5)]]]]]]]]],
+    ),
+    "iterator in a tree": (
+        ITERATOR,
+        lambda unit, y: y * next(pytree.tree_leaves(unit.kept)[0]),
+        Held(repeat(0.5)),
+    ),
+    # Nobody would see that it is replaced there.
+    "tensor in an object of torch": (
+        "where its code gets it from is unknown",
+        lambda unit, y: y * unit.kept.mask_mod.args[0],
+        MASK,
     ),
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_no_row_can_follow_is_refused(words: str) -> None:
-    refused(CaptureError, words, lambda: units(partial(Does, *REFUSED[words])))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_row_can_follow_is_refused(name: str) -> None:
+    words, what, kept = REFUSED[name]
+    refused(CaptureError, words, partial(units, partial(Does, what, kept)))
 
 
 @dataclass
