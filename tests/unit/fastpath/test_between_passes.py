@@ -19,7 +19,7 @@ from megatron_cg.fastpath.between_passes import (
     vote_beside,
 )
 from megatron_cg.tape.training_plan import CpuModelConfig
-from tests.unit.fastpath.test_adam import MODULES, MultiTensorApply, imported
+from tests.unit.fastpath.test_adam import MODULES, Another, MultiTensorApply, imported
 from tests.unit.trainers import trainer_of
 
 EXCHANGES = "_replace_param_with_distributed_if_needed", "_replace_param_with_raw_if_needed"
@@ -179,10 +179,6 @@ def test_modules_have_what_megatron_fsdp_sets(one_rank: None, change: str, after
     assert their_calls == [6 + after, 5, 6, 4]
     assert calls[0] == 2 and calls[-1] == 0
     assert (calls[1] == 0) == (change == "nothing")
-
-
-class Another(torch.Tensor):
-    pass
 
 
 def another(

@@ -139,14 +139,6 @@ class Case:
             self.hook(parameter, gradient)
 
 
-def refused(case: Case) -> bool:
-    try:
-        case.bucketing.refuse_what_is_left()
-    except FastPathError:
-        return True
-    return False
-
-
 def test_a_pass_that_comes_to_the_experts_alone_leaves_the_rest_to_the_root_hook() -> None:
     case = Case(6)
     for _ in range(2):
@@ -205,9 +197,10 @@ def test_parts_that_wait_alone_are_refused(first: str) -> None:
     else:
         case.hook(case.weights[1], torch.ones(SIZE))
     assert not case.bucketing._buckets[0].waiting and case.megatron.told == []
-    assert refused(case)
+    with pytest.raises(FastPathError):
+        case.bucketing.refuse_what_is_left()
     case.megatron._root_pre_backward_hook_issued = False
-    assert not refused(case)
+    case.bucketing.refuse_what_is_left()
 
 
 def test_a_part_that_comes_too_late_is_an_error() -> None:

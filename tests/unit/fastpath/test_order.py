@@ -4,7 +4,8 @@ The eager rest of a layer, after its graph, has a collective of its own over ano
 all-to-all of experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megatron_cg.replay.guard import Mismatch
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
-from tests.unit.trainers import layers_of, new_trainer
+from tests.unit.trainers import layers_of, trainer_of
 
 LAYERS = 3
 WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
@@ -65,14 +66,15 @@ def verified(trainer: Any, patch: pytest.MonkeyPatch) -> None:
 WAYS = [no_change, refused, evaluation, no_tensor, no_graphs, verified]
 
 
-def started(layers: int = LAYERS) -> Any:
+@contextmanager
+def started(layers: int = LAYERS) -> Iterator[Any]:
     """A trainer whose first gathers are known, so that only the eager passes differ."""
-    trainer = new_trainer(CpuModelConfig(layers=layers), graphs=True)
-    trainer.step()
-    trainer.capture(TapeBackend(), Agreement())
-    trainer.step()
-    trainer.step()
-    return trainer
+    with trainer_of(CpuModelConfig(layers=layers), graphs=True) as trainer:
+        trainer.step()
+        trainer.capture(TapeBackend(), Agreement())
+        trainer.step()
+        trainer.step()
+        yield trainer
 
 
 def noted(fsdp: Any, patch: pytest.MonkeyPatch) -> list[Any]:
@@ -116,22 +118,15 @@ def with_experts(trainer: Any, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def in_order() -> dict[str, Any]:
-    from megatron.core import parallel_state
-
     found: dict[str, Any] = {}
     for way in WAYS:
-        trainer = started()
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                events = with_experts(trainer, patch)
-                if dist.get_rank() == 1:
-                    way(trainer, patch)
-                trainer.step()
-                counts = trainer.session.counters
-                found[way.__name__] = [events, counts.eager, counts.replayed]
-        finally:
-            trainer.close()
-            parallel_state.destroy_model_parallel()
+        with started() as trainer, pytest.MonkeyPatch.context() as patch:
+            events = with_experts(trainer, patch)
+            if dist.get_rank() == 1:
+                way(trainer, patch)
+            trainer.step()
+            counts = trainer.session.counters
+            found[way.__name__] = [events, counts.eager, counts.replayed]
     return found
 
 
@@ -163,8 +158,7 @@ def test_a_rank_that_runs_eagerly_keeps_to_the_order_of_the_others(
 
 
 def test_an_error_before_a_replay_leaves_nothing_held(one_rank: None) -> None:
-    trainer = started(2)
-    with pytest.MonkeyPatch.context() as patch:
+    with started(2) as trainer, pytest.MonkeyPatch.context() as patch:
         events = with_experts(trainer, patch)
         layer = layers_of(trainer)[0]
 
@@ -176,4 +170,3 @@ def test_an_error_before_a_replay_leaves_nothing_held(one_rank: None) -> None:
             trainer.step()
         gathers = [event for event in events if "None" not in event]
         assert gathers == ["forward: gather 0", "forward: gather 1"]
-    trainer.close()

@@ -44,7 +44,7 @@ from tests.unit.counted import expect
 from tests.unit.experts.test_training import OVERLAPPED
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.ranks import on_ranks
-from tests.unit.trainers import evaluate, half_a_batch, new_trainer
+from tests.unit.trainers import evaluate, half_a_batch, new_trainer, trainer_of
 
 pytestmark = pytest.mark.fault
 STEPS, WARMUP, LAYERS, RANKS = 8, 2, 2, 2
@@ -394,21 +394,19 @@ def play() -> dict[str, Any]:
     model = CpuModelConfig(layers=DEPTH, graph_modules=("attn", "mlp"), dropout=0.1)
 
     def run(policy: str | None, change: Change | None = None, moved: tuple[int, ...] = BOTH) -> Any:
-        trainer = new_trainer(model, graphs=True)
         numbers, error = [], ""
-        try:
-            numbers += [trainer.step() for _ in range(BEFORE)]
-            if policy is not None:
-                given: Any = policy
-                trainer.capture(TapeBackend(), Agreement(), policy=ReplayPolicy(given))
-            if change is not None and dist.get_rank() in moved:
-                change(trainer.model)
-            numbers += [trainer.step() for _ in range(AFTER)]
-        except ReplayMismatchError as found:
-            error = str(found)
-        report = trainer.session.counters.as_dict() if trainer.session is not None else {}
-        trainer.close()
-        parallel_state.destroy_model_parallel()
+        with trainer_of(model, graphs=True) as trainer:
+            try:
+                numbers += [trainer.step() for _ in range(BEFORE)]
+                if policy is not None:
+                    given: Any = policy
+                    trainer.capture(TapeBackend(), Agreement(), policy=ReplayPolicy(given))
+                if change is not None and dist.get_rank() in moved:
+                    change(trainer.model)
+                numbers += [trainer.step() for _ in range(AFTER)]
+            except ReplayMismatchError as found:
+                error = str(found)
+            report = trainer.session.counters.as_dict() if trainer.session is not None else {}
         return {"numbers": numbers, "error": error, "graphs": report}
 
     return {
