@@ -135,7 +135,8 @@ def test_weights_moments_and_steps_are_those_of_te(
     for kept in (False, True):
         adam = adam_of(parameters(kind))
         step(adam, 1)
-        undo = install_adam([chained(adam)]) if kept else (lambda: None)
+        chained: Any = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
+        undo = install_adam([chained]) if kept else (lambda: None)
         for number in (2, 3, 4, 5):
             step(adam, number)
         if kept:
@@ -146,10 +147,6 @@ def test_weights_moments_and_steps_are_those_of_te(
         runs.append(values(adam))
     assert runs[0] == runs[1]
     assert len(runs[0]) > 10
-
-
-def chained(adam: Any) -> Any:
-    return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=adam)])
 
 
 class Eager(MultiTensorApply):  # type: ignore[misc]

@@ -141,13 +141,17 @@ def test_as_much_is_borrowed_as_fits_and_no_more(monkeypatch: pytest.MonkeyPatch
             assert not any(borrowed(allocator, pool.empty(caller, like(2 * MIB), torch.float32)))
 
 
-def test_a_pool_that_grew_all_the_same_borrows_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_pool_that_has_less_than_it_shows_borrows_no_more(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows, or it raises where all memory is in use."""
     allocator = Allocator(4 * SMALL)
-    allocator.shows = [4 * SMALL, 8 * SMALL, 8 * SMALL]
+    allocator.shows, allocator.out_of_memory = [4 * SMALL, 8 * SMALL, 8 * SMALL], is_full
     with allocator.installed(monkeypatch) as pool:
         found = pool.empty("one", like(3 * MIB, 8 * MIB, 8 * MIB), torch.float32)
         assert borrowed(allocator, found) == [True, False, False]
-        assert allocator.reserved == (1 << 30) + 8 * SMALL
+        assert allocator.reserved == (1 << 30) + 8 * SMALL * (not is_full)
         assert borrowed(allocator, pool.empty("two", like(2 * MIB), torch.float32)) == [False]
 
 
@@ -200,12 +204,3 @@ def test_a_caller_of_whom_a_piece_is_held_gets_ordinary_memory(
         found = pool.empty("one", sizes, torch.float32)
         # It is still to be reported, since a replay would overwrite it.
         assert pool.report_held() == 1 and alias.numel()
-
-
-def test_with_a_full_memory_only_free_blocks_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator(2 * SMALL)
-    allocator.out_of_memory = True
-    allocator.shows = [2 * SMALL, 4 * SMALL]
-    with allocator.installed(monkeypatch) as pool:
-        found = pool.empty("one", like(2 * MIB, 4 * MIB), torch.float32)
-        assert borrowed(allocator, found) == [True, False]

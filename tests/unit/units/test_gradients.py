@@ -64,15 +64,12 @@ def test_a_verified_replay_writes_into_inputs_as_others_do(
     assert_as_eager(counts, make, microbatch, 2, units="0", verify_interval=1)
 
 
-def nan_unless_zero(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.where(gradient == 0, float("nan"))
-
-
 class Two(Unit):
     """The gradient of its second result is NaN, unless nobody uses that."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([super().forward(x), in_backward(x, nan_unless_zero)], dim=1)
+        second = in_backward(x, lambda gradient: gradient.where(gradient == 0, float("nan")))
+        return torch.cat([super().forward(x), second], dim=1)
 
 
 @pytest.mark.parametrize("verify_interval", [0, 1])
