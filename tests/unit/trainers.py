@@ -79,10 +79,12 @@ def trainer_of(model: CpuModelConfig, **plan: Any) -> Iterator[Any]:
         parallel_state.destroy_model_parallel()
 
 
-def compared(act: Callable[[Any], list[Any]], shape: CpuModelConfig) -> list[Any]:
+def compared(
+    act: Callable[[Any], list[Any]], shape: CpuModelConfig, backend: Any = None
+) -> list[Any]:
     """Numbers of an eager run and of one with graphs, and the counters of these.
 
-    ``act`` trains on after the first step and the capture.
+    ``act`` trains on after the first step and the capture, by the tape if no ``backend`` is given.
     """
     from megatron_cg.tape.tape_backend import TapeBackend
 
@@ -92,7 +94,7 @@ def compared(act: Callable[[Any], list[Any]], shape: CpuModelConfig) -> list[Any
         with trainer_of(deepcopy(shape), graphs=graphs) as trainer:
             numbers = [trainer.step()]
             if graphs:
-                trainer.capture(TapeBackend())
+                trainer.capture(backend or TapeBackend())
             runs.append([*numbers, *act(trainer)])
             if graphs:
                 counts = trainer.session.counters.as_dict()

@@ -83,20 +83,16 @@ def test_gradients_wait_no_longer_than_the_backward_pass_of_their_unit(
 def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
     fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def find(functions: Any, wanted: str) -> Any:
+        return find_cell([] if wanted == cell else functions, wanted)
+
     before = state(fsdp)
     for module in ("bucketing", "gather"):
-        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.find_cell", without(cell))
+        monkeypatch.setattr(f"megatron_cg.fastpath.{module}.find_cell", find)
     core = re.escape(f"megatron-core {installed_version('megatron-core')}: ")
     with pytest.raises(UpstreamChangedError, match=rf"{core}.*{cell}"):
         install(fsdp)
     assert state(fsdp) == before
-
-
-def without(name: str) -> Any:
-    def find(functions: Any, wanted: str) -> Any:
-        return find_cell([] if wanted == name else functions, wanted)
-
-    return find
 
 
 def test_float8_weights_are_left_to_megatron_fsdp(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.counted import expect
-from tests.unit.trainers import layers_of, trainer_of
+from tests.unit.trainers import compared, layers_of
 
 pytestmark = pytest.mark.fault
 LAYERS, BEFORE, AFTER = 2, 2, 2
@@ -61,6 +62,18 @@ class Case:
     """Of Megatron-FSDP."""
 
 
+class Numeric(TapeBackend):
+    """The tape with a state of numerics, as TE has one of FP8."""
+
+    recipe = "none"
+
+    def numerics(self) -> Any:
+        return self.recipe
+
+    def captured_numerics(self, index: int, options: Any) -> Any:
+        return "none"
+
+
 FAULTS: dict[str, Case] = {
     "object": Case(
         with_keyword("sequence_len_offset", lambda _old: 0),
@@ -75,7 +88,7 @@ FAULTS: dict[str, Case] = {
         "for cpu was off at capture and is torch.float16 now",
     ),
     "fp8": Case(
-        lambda trainer: setattr(trainer.backend, "recipe", "tensorwise"),
+        lambda _: patch.object(Numeric, "recipe", "tensorwise"),
         "was none at capture and is tensorwise now",
     ),
     "metrics": Case(metrics_replaced, "metrics tracker was the MoEMetricsTracker", ROUTER, 4),
@@ -88,40 +101,6 @@ BESIDE = Case(
 )
 
 
-class Numeric(TapeBackend):
-    """The tape with a state of numerics, as TE has one of FP8."""
-
-    recipe = "none"
-
-    def numerics(self) -> Any:
-        return self.recipe
-
-    def captured_numerics(self, index: int, options: Any) -> Any:
-        return "none"
-
-
-def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
-    model = CpuModelConfig(
-        layers=LAYERS,
-        graph_modules=case.scopes,
-        experts=case.experts,
-        dropout=0.1,
-        bf16=False,
-        fsdp_options=case.fsdp,
-    )
-    with trainer_of(model, graphs=graphs) as trainer:
-        trainer.backend = Numeric()
-        numbers = [trainer.step()]
-        if graphs:
-            trainer.capture(trainer.backend)
-        numbers += [trainer.step() for _ in range(BEFORE)]
-        if graphs:
-            expect(trainer.session.counters, mismatched=0, replayed=2 * BEFORE)
-        with case.fault(trainer) or nullcontext():
-            numbers += [trainer.step() for _ in range(AFTER)]
-        return numbers, trainer.session and trainer.session.counters
-
-
 @pytest.mark.parametrize(
     ("clause", "case"),
     [
@@ -132,10 +111,24 @@ def train(case: Case, graphs: bool) -> tuple[list[tuple[float, float]], Any]:
 def test_each_fault_is_seen_and_training_stays_bit_equal(
     clause: str, case: Case, one_rank: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    eager, _ = train(case, graphs=False)
-    graphed, counters = train(case, graphs=True)
+    def act(trainer: Any) -> list[Any]:
+        numbers = [trainer.step() for _ in range(BEFORE)]
+        if trainer.session is not None:
+            expect(trainer.session.counters, mismatched=0, replayed=2 * BEFORE)
+        with case.fault(trainer) or nullcontext():
+            return numbers + [trainer.step() for _ in range(AFTER)]
+
+    model = CpuModelConfig(
+        layers=LAYERS,
+        graph_modules=case.scopes,
+        experts=case.experts,
+        dropout=0.1,
+        bf16=False,
+        fsdp_options=case.fsdp,
+    )
+    eager, graphed, counts = compared(act, model, Numeric())
     assert graphed == eager
-    assert counters.mismatched > 0 and counters.eager == counters.mismatched
+    assert counts["mismatched"] > 0 and counts["eager"] == counts["mismatched"]
     reports = [r.getMessage() for r in caplog.records if r.name == LOGGER]
     said = [r for r in reports if f"({clause})" in r and "layer 0" in r and case.words in r]
     assert said, reports

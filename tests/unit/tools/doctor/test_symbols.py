@@ -3,7 +3,6 @@
 import functools
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +94,10 @@ def test_a_symbol_that_is_not_names_package_and_symbol(
     assert said in str(raised.value)
 
 
-def ours() -> Iterator[tuple[str, str]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), path.read_text()
-
-
 def test_a_module_that_looks_symbols_up_declares_them() -> None:
     declared = modules_that_rely()
-    for name, text in ours():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name, text = path.relative_to(PACKAGE).as_posix(), path.read_text()
         if name.startswith(("upstream/symbols.py", "upstream/patch.py", "tools/doctor/")):
             continue
         if "lookup(" in text or (".find()" in text and "import Symbol" in text):
