@@ -9,6 +9,9 @@ import torch
 
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
 
+UNPOOLED = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
+"""Megatron-FSDP's options for memory that it allocates at each gather."""
+
 
 def new_trainer(model: CpuModelConfig | None = None, **plan: Any) -> Any:
     from megatron_cg.tape.train import Trainer

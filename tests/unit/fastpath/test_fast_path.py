@@ -20,7 +20,7 @@ from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import installed_version
 from tests.unit.ranks import on_ranks
-from tests.unit.trainers import layers_of, trainer_of
+from tests.unit.trainers import UNPOOLED, layers_of, trainer_of
 
 STEPS, CAPTURED_AFTER, LAYERS, MICROBATCHES = 4, 1, 2, 2
 OF_GRADIENTS = {"gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"}
@@ -42,13 +42,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "fp32": {"bf16": False},
     "gradients in fp32": {"fsdp_options": {"megatron_fsdp_main_grads_dtype": torch.float32}},
     # Its buffers move, so that graphs would not do; the fast path does without any.
-    "no double buffer": {
-        "without_graphs": True,
-        "fsdp_options": {
-            "fsdp_double_buffer": False,
-            "fsdp_db_use_persist_buf_on_alloc_fail": False,
-        },
-    },
+    "no double buffer": {"without_graphs": True, "fsdp_options": UNPOOLED},
     "buffers of the largest unit": {
         "experts": 4,
         "options": {"moe_layer_freq": [0, 1]},

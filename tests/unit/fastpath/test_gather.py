@@ -25,26 +25,21 @@ from megatron_cg.tape.train import build
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.functional.loops import RECOMPUTE
 from tests.unit.ranks import on_ranks
-from tests.unit.trainers import trainer_of
+from tests.unit.trainers import UNPOOLED, trainer_of
 
 Events = list[tuple[Any, ...]]
 GATHER = "gather"
 RECOMPUTED = {"cuda_graph_impl": "none", "cuda_graph_modules": [], **RECOMPUTE}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "experts": {"experts": 4},
-    "no double buffer": {
-        "fsdp_options": {
-            "fsdp_double_buffer": False,
-            "fsdp_db_use_persist_buf_on_alloc_fail": False,
-        }
-    },
+    "no double buffer": {"fsdp_options": UNPOOLED},
     "recomputed": {"options": RECOMPUTED},
     "no overlap": {"fsdp_options": {"overlap_param_gather": False}},
     "ZeRO-2": {"fsdp_options": {"data_parallel_sharding_strategy": "optim_grads"}},
 }
 
 
-def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], None]]) -> Any:
+def trained(options: dict[str, Any], *, short: bool) -> Any:
     """Numbers of a run with an evaluation and a checkpoint, and what it did with buckets."""
     shape = CpuModelConfig(layers=3, hidden_size=16, ffn_hidden_size=16, **options)
     with trainer_of(shape, microbatches=2) as trainer:
@@ -53,8 +48,8 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
         undo = ExitStack()
         events: Events = []
         with undo, recorded(fsdp, events):
-            for install in installs:
-                undo.callback(install(fsdp))
+            if short:
+                undo.callback(install_unshard(fsdp, DeferredPrefetch()))
             numbers += [trainer.step(), evaluated(trainer), trainer.step()]
             # A forward pass that no backward pass follows, and weights that change after it.
             numbers += [float(trainer._forward().double().sum()), changed(trainer)]
@@ -62,10 +57,6 @@ def trained(options: dict[str, Any], *installs: Callable[[Any], Callable[[], Non
         states = sorted({str(module._training_state) for module in fsdp.module.modules()})
         numbers += [trainer.step(), states]
         return {"numbers": numbers, "events": events}
-
-
-def shorten(fsdp: Any) -> Callable[[], None]:
-    return install_unshard(fsdp, DeferredPrefetch())
 
 
 def evaluated(trainer: Any) -> float:
@@ -121,10 +112,10 @@ def recorded(fsdp: Any, events: Events) -> Iterator[None]:
 
 
 def train_all() -> dict[str, Any]:
-    found = {}
-    for name, options in SCENARIOS.items():
-        found[name] = {"own": trained(options), "short": trained(options, shorten)}
-    return found
+    return {
+        name: {"own": trained(options, short=False), "short": trained(options, short=True)}
+        for name, options in SCENARIOS.items()
+    }
 
 
 @pytest.fixture(scope="module")

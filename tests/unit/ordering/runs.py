@@ -21,7 +21,7 @@ from tests.unit.fastpath.test_fast_path import BorrowingTape
 from tests.unit.ordering.check import races
 from tests.unit.ordering.device import modelled_device
 from tests.unit.ordering.trace import Site, Trace
-from tests.unit.trainers import evaluate, trainer_of
+from tests.unit.trainers import UNPOOLED, evaluate, trainer_of
 
 HAS_V2 = bool(models.RELIES_ON)
 LAYERS = 3
@@ -102,7 +102,6 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
 
 DENSE = ("attn", "mlp")
 EXPERTS: dict[str, Any] = {"graphs": ("attn", "moe_router"), "shape": {"experts": 4, "topk": 2}}
-_UNPOOLED = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
 _SHORT = {"suggested_communication_unit_size": 1000}
 """Parameters; fewer than a layer has, so that reductions are waited for early."""
 _OUTER = {"num_distributed_optimizer_instances": 2}
@@ -138,7 +137,7 @@ RUNS: dict[int, dict[str, Run]] = {
         "no graphs, gradients in fp32": Run(
             evaluates=True, fsdp={"megatron_fsdp_main_grads_dtype": torch.float32}
         ),
-        "no graphs, no double buffers": Run(fsdp=_UNPOOLED, evaluates=True),
+        "no graphs, no double buffers": Run(fsdp=UNPOOLED, evaluates=True),
         "a hook of the user's": Run(before=_hooked),
         **{
             f"the {which} gradient from another stream": Run(
