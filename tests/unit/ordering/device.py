@@ -49,9 +49,10 @@ _FROM_SECOND_TO_FIRST = frozenset(
 
 
 class Stream(FakeStream):
-    def __init__(self, trace: Trace, number: int) -> None:
+    def __init__(self, device: "Device", number: int) -> None:
         super().__init__()
-        self._trace = trace
+        self._trace, self._device = device.trace, device
+        self._blocks: list[AbstractContextManager[None]] = []
         self.stream_id = self.cuda_stream = number
 
     def wait_stream(self, stream: Any) -> None:
@@ -69,7 +70,12 @@ class Stream(FakeStream):
         self.record_event().synchronize()
 
     def __enter__(self) -> Self:
-        raise NotImplementedError("with torch.cuda.stream(...) is what is modelled")
+        self._blocks.append(self._device._entered(self))
+        self._blocks[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._blocks.pop().__exit__(*error)
 
 
 class Event(FakeEvent):
@@ -105,7 +111,7 @@ class Device:
         """What a collective runs on, while a method of a process group is called."""
 
     def _new(self, name: str) -> Stream:
-        stream = Stream(self.trace, len(self._all))
+        stream = Stream(self, len(self._all))
         self._all.append(stream)
         self.trace.streams[stream.cuda_stream] = name
         return stream

@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
 from megatron_cg.fastpath import install_parts
 from megatron_cg.fastpath.install_parts import install
 from megatron_cg.fastpath.part import find_cell, hook_functions
 from megatron_cg.fully_shard import models
+from megatron_cg.tape import train
 from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import set_cell, wrap_method
-from tests.unit.fastpath.test_fast_path import BorrowingTape
+from tests.unit.fastpath.test_fast_path import BorrowingTape, with_frozen
 from tests.unit.ordering.check import races
 from tests.unit.ordering.device import modelled_device
 from tests.unit.ordering.trace import Site, Trace
@@ -45,6 +47,8 @@ class Run:
     microbatches: int = 2
     evaluates: bool = False
     backend: Callable[[], Any] = TapeBackend
+    frozen: str = ""
+    """Weights with this in their name are not trained: a bucket of their own in each unit."""
     before: Callable[[Any], object] | None = None
     """Called with the trainer before its first step."""
     around: Callable[[Any, Trace], Any] | None = None
@@ -128,6 +132,7 @@ RUNS: dict[int, dict[str, Run]] = {
         "experts": Run(**EXPERTS, evaluates=True),
         "first and last layer": Run(DENSE, only=(0, 2), evaluates=True),
         "borrowed memory": Run(DENSE, backend=BorrowingTape),
+        "frozen weights": Run(DENSE, frozen="linear_proj"),
         "short queue, one microbatch": Run(DENSE, fsdp=_SHORT, microbatches=1),
         "buffers of the largest unit": Run(
             **EXPERTS, fsdp={"megatron_fsdp_max_pool_double_buffer": True}
@@ -172,6 +177,9 @@ def traced(run: Run) -> Trace:
             **{"layers": LAYERS, **small, **modules, **run.shape}, fsdp_options=run.fsdp
         )
         graphs = run.graphs is not None
+        if run.frozen:
+            frozen = with_frozen(GPTModel, run.frozen)
+            stack.enter_context(replaced(train, "GPTModel", frozen))
         with trace.switched(on=run.built):
             trainer = stack.enter_context(
                 trainer_of(shape, graphs=graphs, microbatches=run.microbatches)
