@@ -381,10 +381,11 @@ class Objects:
 
     def __init__(self, entries: Iterable[Entry], key_sets: Iterable[KeySet]) -> None:
         self._entries = tuple(entries)
-        self._objects = [(e.holder, e.key, e.holder.get(e.key)) for e in self._entries]
-        containers = {
-            n: Contents(v) for n, (_, _, v) in enumerate(self._objects) if is_container(v)
-        }
+        # Flat, as unpacking inner tuples would take a third of the time of all comparisons.
+        self._objects = [
+            (n, e.holder, e.key, e.holder.get(e.key)) for n, e in enumerate(self._entries)
+        ]
+        containers = {n: Contents(v) for n, _, _, v in self._objects if is_container(v)}
         self._contents = {n: one for n, one in containers.items() if one.can_change}
         self._key_sets = list(key_sets)
         self._keys = [key_set.keys for key_set in self._key_sets]
@@ -393,11 +394,11 @@ class Objects:
 
     def broken(self) -> Mismatch | None:
         """The first that is not as it was."""
-        for number, (holder, key, same) in enumerate(self._objects):
+        for number, holder, key, same in self._objects:
             if holder.get(key) is not same and (other := self._other_object(number)) is not None:
                 return other
         for number, contents in self._contents.items():
-            value = self._objects[number][2]
+            value = self._objects[number][-1]
             if not contents.are_in(value):
                 return self._changed(number, value, "with other contents")
         if list(map(len, self._keys)) != self._sizes:
@@ -405,7 +406,7 @@ class Objects:
         return None
 
     def _other_object(self, number: int) -> Mismatch | None:
-        holder, key, same = self._objects[number]
+        _, holder, key, same = self._objects[number]
         now, contents = holder.get(key), self._contents.get(number)
         counts = self._entries[number].counts
         if same is None and counts is not None and not counts(now):
@@ -413,12 +414,12 @@ class Objects:
         # A container may have been changed before it was replaced: its contents at capture count.
         is_same = same_value(same, now) if contents is None else contents.are_in(now)
         if is_same:
-            self._objects[number] = holder, key, now
+            self._objects[number] = number, holder, key, now
             return None
         return self._changed(number, now, _named(now))
 
     def _changed(self, number: int, now: Any, actual: str) -> Mismatch:
-        entry, same = self._entries[number], self._objects[number][2]
+        entry, same = self._entries[number], self._objects[number][-1]
         if entry.clause == "switches":
             pairs = zip(same.split("; "), now.split("; "), strict=True)
             return _mismatch("switches", entry.what, *next(p for p in pairs if p[0] != p[1]))
