@@ -136,7 +136,8 @@ class _Passes:
             with unit.in_backward(), torch.autograd.set_detect_anomaly(False):
                 if outputs:
                     torch.autograd.backward(outputs, [*map(synthetic_gradient, outputs)])
-            given = ((f"input {index}", value) for index, value in enumerate(inputs))
+            names = dict(enumerate(unit.inputs))
+            given = ((names.get(n, f"input {n}"), value) for n, value in enumerate(inputs))
             results += [
                 (f"the gradient of {name}", value.grad)
                 for name, value in (*given, *keywords.items(), *unit.layer.named_parameters())

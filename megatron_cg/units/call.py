@@ -2,8 +2,8 @@
 
 A graph takes tensors and nothing else. An argument that is no tensor keeps its observed value:
 capture uses it, and a call with another value is not replayed. Tensors may be in tuples, lists,
-dicts, named tuples, a ``UserDict`` and a ``BlockMask`` of flex_attention. A graph gets the first
-tensor of a call by position, and all others by name, such as ``position_embeddings[0]``.
+dicts, named tuples, a ``UserDict`` and a ``BlockMask`` of flex_attention. A graph gets the tensors
+of a call by position, and messages name them, such as ``position_embeddings[0]``.
 
 Note [Expanded tensors]
     Nothing can be copied into a tensor whose elements share memory, such as a mask that is expanded
@@ -260,17 +260,17 @@ class CallSpec:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The name of the tensor that a graph gets by position; empty if there is none."""
-        return tuple(name for name, mark in self.marks.items() if isinstance(mark, Input))[:1]
+        """The names of the tensors that a graph gets, in its order."""
+        return tuple(name for name, mark in self.marks.items() if isinstance(mark, Input))
 
     def split(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], Mismatch | None]:
-        """A call's first tensor, the others by name, and the first mismatch with this form."""
+    ) -> tuple[Sequence[torch.Tensor], Mismatch | None]:
+        """A call's tensors, and the first mismatch with this form."""
         leaves = self._leaves(args, kwargs)
         if isinstance(leaves, Mismatch):
-            return (), {}, leaves
-        tensors: dict[str, torch.Tensor] = {}
+            return (), leaves
+        tensors: list[torch.Tensor] = []
         seen: dict[int, str] = {}
         for (name, mark), value in zip(self.marks.items(), leaves, strict=True):
             if mark is value:  # A flag or None, as most.
@@ -281,10 +281,11 @@ class CallSpec:
             else:
                 fits = again == mark.name if isinstance(mark, _AliasOf) else same_value(mark, value)
             if not fits:
-                return (), {}, _mismatch(name, mark, value if again is None else _AliasOf(again))
+                return (), _mismatch(name, mark, value if again is None else _AliasOf(again))
             if isinstance(mark, Input):
-                seen[id(value)], tensors[name] = name, mark.to_graph(value)
-        return tuple(tensors.pop(name) for name in self.names), tensors, None
+                seen[id(value)] = name
+                tensors.append(mark.to_graph(value))
+        return tensors, None
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | Mismatch:
         # Code may see the order of keywords.
@@ -314,17 +315,15 @@ class CallSpec:
                 return _mismatch(names[n], _AliasOf(names[was]), _AliasOf(names[now]))
         return leaves
 
-    def join(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def join(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments of a call with these tensors; the reverse of :meth:`split`."""
-        tensors = {**kwargs, **dict(zip(self.names, args, strict=True))}
+        of_graph = iter(tensors)
         given: dict[str, Any] = {}
         for name, mark in self.marks.items():
             if isinstance(mark, _AliasOf):
                 given[name] = given[mark.name]
             else:
-                given[name] = mark.from_graph(tensors[name]) if isinstance(mark, Input) else mark
+                given[name] = mark.from_graph(next(of_graph)) if isinstance(mark, Input) else mark
         left = iter(given.values())
         values = [
             next(left) if of is None else pytree.tree_unflatten(islice(left, of.num_leaves), of)
@@ -335,13 +334,12 @@ class CallSpec:
         count = len(self.positions)
         return tuple(values[:count]), dict(zip(self.keywords, values[count:], strict=True))
 
-    def by_name(
-        self, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def by_name(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of a call under their names, but for those that are expanded."""
-        named = {**dict(zip(self.names, args, strict=True)), **kwargs}
-        marks = ((n, self.marks[n]) for n in named if not isinstance(self.marks[n], _Expanded))
-        return {name: mark.from_graph(named[name]) for name, mark in marks}
+        found = (
+            (name, self.marks[name], one) for name, one in zip(self.names, tensors, strict=True)
+        )
+        return {n: mark.from_graph(t) for n, mark, t in found if not isinstance(mark, _Expanded)}
 
     def problems(self) -> list[str]:
         """Why no graph can take this form, in words; empty if one can."""

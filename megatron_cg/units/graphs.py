@@ -333,13 +333,11 @@ class GraphedUnits:
         )
         refuted = {n: self._refuted[u] for n, u in enumerate(seen) if u in self._refuted}
         session.mismatches.verifications.refuted.update(refuted)
-        samples = [call.samples() for call in seen.values()]
+        samples = [tuple(make() for make in call.makers) for call in seen.values()]
         with session.capturing(), torch.autocast(**backward), ExitStack() as stack:
-            for unit, (args, kwargs) in zip(units, samples, strict=True):
-                stack.callback(unit.taking_tensors(args, kwargs))
-            layers = tuple(unit.layer for unit in units)
-            own, named = map(list, zip(*samples, strict=True))
-            graphs = session.capture(CaptureRequest(layers, own, named))
+            for unit, own in zip(units, samples, strict=True):
+                stack.callback(unit.taking_tensors(own))
+            graphs = session.capture(CaptureRequest(tuple(unit.layer for unit in units), samples))
             for unit, graph in zip(units, graphs, strict=True):
                 vars(unit.layer)["cuda_graphs"] = [graph]
         waiting, found = graphs[0].in_flight.nodes, session.mismatches.mismatched_in_backward

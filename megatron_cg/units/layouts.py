@@ -232,8 +232,8 @@ class Gradients:
     def __init__(self) -> None:
         self._results: dict[int, Strides] = {}
         """By the number of the graph's output."""
-        self._arguments: dict[int | str, Strides] = {}
-        """By position or name, of those that autograd would give other strides."""
+        self._arguments: dict[int, Strides] = {}
+        """By position, of those that autograd would give other strides."""
 
     def result(self, number: int, tensor: torch.Tensor, seen: GradStrides | None) -> torch.Tensor:
         """An output of the graph, whose gradient is laid out as ``seen``."""
@@ -244,17 +244,16 @@ class Gradients:
         self._results[number] = strides
         return tensor if strides == own else _laid_out(tensor, strides)
 
-    def note_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Undo]:
+    def note_arguments(self, samples: Sequence[torch.Tensor]) -> Iterator[Undo]:
         """Note the gradients of these samples in each backward pass, until all is undone."""
-        samples: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-        for key, sample in samples:
+        for place, sample in enumerate(samples):
             if sample.requires_grad:
-                yield sample.register_hook(partial(self._note, key, sample)).remove
+                yield sample.register_hook(partial(self._note, place, sample)).remove
 
-    def _note(self, key: int | str, sample: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        self._arguments.pop(key, None)
+    def _note(self, place: int, sample: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        self._arguments.pop(place, None)
         if gradient is not None and (now := strides_of(gradient)) != _compact_strides(sample):
-            self._arguments[key] = now
+            self._arguments[place] = now
 
     def to_graph(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -262,14 +261,11 @@ class Gradients:
         """The arguments of a replay, whose gradients get the strides that were noted."""
         if not self._arguments:
             return args, kwargs
-        return [self._relaid(*item) for item in enumerate(args)], {
-            name: self._relaid(name, value) for name, value in kwargs.items()
-        }
-
-    def _relaid(self, key: int | str, value: Any) -> Any:
-        if key not in self._arguments or not value.requires_grad:
-            return value
-        return _laid_out(value, self._arguments[key])
+        given = [*args]
+        for place, strides in self._arguments.items():
+            if given[place].requires_grad:
+                given[place] = _laid_out(given[place], strides)
+        return given, kwargs
 
     def broken(self, gradients: Sequence[torch.Tensor | None]) -> Mismatch | None:
         """The first of the results' gradients that comes otherwise than in the capture."""

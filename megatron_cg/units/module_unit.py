@@ -86,7 +86,6 @@ class ModuleUnit(Unit):
         self, name: str, module: nn.Module, seen: ObservedCall, backward: Autocast
     ) -> None:
         super().__init__(name, module, tuple(module.modules()), inputs=seen.form.names)
-        self.graph_inputs = [*self.inputs, *(n for n in seen.makers if n not in self.inputs)]
         self._eager: Callable[..., Any] = forward_of(module)
         self._form, self._seen, self._backward = seen.form, seen, backward
         used = [key for key, one in seen.gradients.items() if one.inside is not None]
@@ -111,22 +110,22 @@ class ModuleUnit(Unit):
         return torch.autocast(**self._backward)
 
     @combined_undo
-    def taking_tensors(self, samples: Sequence[Any], named: Mapping[str, Any]) -> Iterator[Undo]:
+    def taking_tensors(self, samples: Sequence[torch.Tensor]) -> Iterator[Undo]:
         """Let the module take and return only tensors; returns the undo.
 
         Capture calls it with these samples, under the autocast of backward passes.
         """
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*tensors: torch.Tensor) -> Any:
             with self.in_forward():
-                return self.run(args, kwargs)
+                return self.run(tensors, {})
 
-        yield from self._gradients.note_arguments(samples, named)
+        yield from self._gradients.note_arguments(samples)
         yield replace_function(self.layer, "forward", forward)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One pass, as its graph returns it."""
-        given = self._form.join(args, kwargs)
+        """One pass, as its graph returns it; it takes no keywords."""
+        given = self._form.join(args)
         leaves, spec = tree_flatten(in_parts(given))
         attributes, gradients = self._attributes(), self._counts()
         value = self._eager(*given[0], **given[1])
@@ -147,7 +146,7 @@ class ModuleUnit(Unit):
                 f"sets attribute {changed[0]} in its forward pass",
                 "A replay would not set it. Return the value, or write into a buffer.",
             )
-        results, tensors = self._results_of(value, self._form.by_name(args, kwargs))
+        results, tensors = self._results_of(value, self._form.by_name(args))
         if (problem := results.problem(self._results)) is not None:
             raise self.refused(
                 problem,
@@ -228,7 +227,7 @@ class ModuleUnit(Unit):
 
         def prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
             graph = target.cuda_graphs[0]
-            inputs, by_name, mismatch = self._form.split(args, kwargs)
+            inputs, mismatch = self._form.split(args, kwargs)
 
             def replay() -> Any:
                 for hook, arguments in before_replay:
@@ -236,13 +235,13 @@ class ModuleUnit(Unit):
                 # A result may lie in the graph's own inputs, which any replay writes.
                 watched = [w for w in self.watched if isinstance(w, ReadOnly) and w.shares]
                 unwritten = [one for one in watched if not one.is_found()]
-                mismatch = graph.forbids(inputs, by_name)
-                made: Any = None if mismatch is not None else graph.replay(inputs, by_name)
+                mismatch = graph.forbids(inputs, {})
+                made: Any = None if mismatch is not None else graph.replay(inputs, {})
                 for one in unwritten:
                     one.begin()
                 if mismatch is not None:
                     return mismatch
-                given = self._form.by_name(inputs, by_name)
+                given = self._form.by_name(inputs)
                 value = results.rebuild(made, given)
                 if self._watches:
                     kept = [one for one in self.watched if one.shares]

@@ -10,7 +10,7 @@ Note [Gradients from outside]
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +39,8 @@ from megatron_cg.upstream.patch import add_observer
 @dataclass(frozen=True)
 class ObservedCall:
     form: CallSpec
-    makers: Mapping[str, Callable[[], torch.Tensor]]
-    """Makes a sample of each of its tensors, by name."""
+    makers: Sequence[Callable[[], torch.Tensor]]
+    """Makes a sample of each of its tensors."""
     autocast: Autocast
     """Around its forward pass."""
     recompute: tuple[str, str, str] | None
@@ -50,11 +50,6 @@ class ObservedCall:
     unwritten: dict[Any, bool]
     """The numbers of results, and the names of arguments that nobody may write into behind a
     replay, and whether they share memory; see Note [Results that are views] in ``sums.py``."""
-
-    def samples(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """Memory for the inputs of its graph."""
-        made = {name: maker() for name, maker in self.makers.items()}
-        return tuple(made.pop(name) for name in self.form.names), made
 
 
 class Observer:
@@ -158,9 +153,9 @@ class Observer:
         if not is_trained(module):
             return
         form = CallSpec.of(module.forward, args, kwargs)
-        tensors, by_name, _ = form.split(args, kwargs)
-        given = {**dict(zip(form.names, tensors, strict=False)), **by_name}
-        self._given = {id(one): (name_, key_of(one), one) for name_, one in given.items()}
+        tensors, _ = form.split(args, kwargs)
+        given = zip(form.names, tensors, strict=True)
+        self._given = {id(one): (name_, key_of(one), one) for name_, one in given}
         own = {*map(key_of, module.buffers())}
         inside = ((name_, one) for name_, key, one in self._given.values() if key in own)
         self._versions = {name_: version_of(one) for name_, one in inside}
@@ -171,13 +166,13 @@ class Observer:
         before = self._now.get(name)
         self._now[name] = ObservedCall(
             form,
-            {key: _maker(tensor) for key, tensor in given.items()},
+            [*map(_maker, tensors)],
             autocast_now(tensors[0].device.type if tensors else "cpu"),
             (before.recompute if before else None) or recompute_around(),
             before.gradients if before else {},
             before.unwritten if before else {},
         )
-        self.sums.begun(name, form.by_name(tensors, by_name))
+        self.sums.begun(name, form.by_name(tensors))
 
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
         if not is_trained(module):

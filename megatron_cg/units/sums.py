@@ -328,7 +328,7 @@ class Later:
             if node not in reached or unit not in self._seen:
                 continue
             inputs, first, last = dict[str, Edge](), node._sequence_nr(), node._sequence_nr() + 1
-            names = self._units[unit].graph_inputs
+            names = self._units[unit].inputs
             for name, following in zip(names, node.next_functions, strict=False):
                 edge = following
                 while _is_own(edge[0]):

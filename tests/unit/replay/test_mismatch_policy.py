@@ -170,7 +170,7 @@ def test_every_so_many_steps_all_are_verified(interval: int) -> None:
     ("direction", "tensors", "number", "name"),
     [
         ("forward", "outputs", 0, "output 0"),
-        ("backward", "grad_inputs", 0, "the gradient of input 0"),
+        ("backward", "grad_inputs", 0, "the gradient of x"),
         ("backward", "grad_inputs", -1, "the gradient of linear.bias"),
     ],
 )

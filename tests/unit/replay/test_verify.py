@@ -77,7 +77,11 @@ def eagerly() -> list[Any]:
 
 WRONG: dict[str, tuple[str, Callable[[Any], torch.Tensor], str]] = {
     "output": ("forward", lambda recorded: recorded.outputs[0], "output 0"),
-    "hidden": ("backward", lambda recorded: recorded.grad_inputs[0], "the gradient of input 0"),
+    "hidden": (
+        "backward",
+        lambda recorded: recorded.grad_inputs[0],
+        "the gradient of hidden_states",
+    ),
     "weight": ("backward", lambda recorded: recorded.grad_inputs[-1], r"gradient of \S+weight, "),
 }
 """After which replay one bit is wrong, of what, and how that is named."""
@@ -153,7 +157,7 @@ def test_gradients_that_differ_by_themselves_are_no_mismatch(
 
     weights = list(module.parameters())
     if deterministic:
-        assert "the gradient of input 0" in checked() and counted == [0]
+        assert "the gradient of hidden_states" in checked() and counted == [0]
     else:
         assert checked() == "" and counted == [2]  # of the input, and of the weight before
         assert "the gradient of after" in checked(wrong=1.0)

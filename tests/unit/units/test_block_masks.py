@@ -85,7 +85,7 @@ DOCUMENTS = documents(torch.zeros(ROWS))
 def test_another_mask_has_other_tensors_alone(one: Any, other: Any, subject: str | None) -> None:
     form = CallSpec.of(nn.Identity().forward, ((X, one),), {})
     assert form.problems() == []
-    mismatch = form.split(((X, other),), {})[2]
+    mismatch = form.split(((X, other),), {})[1]
     assert (mismatch.subject if mismatch is not None else None) == (
         None if subject is None else f"argument {'input' + subject[1:]}"
     )
@@ -116,8 +116,8 @@ def test_a_global_number_that_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -
     made = mask(lambda _b, _h, q, k: q - k < SIZE)
     form = CallSpec.of(Attention().forward, (X, made), {})
     assert form.problems() == []
-    assert form.split((X, made), {})[2] is None
+    assert form.split((X, made), {})[1] is None
     monkeypatch.setitem(globals(), "SIZE", 4)
-    mismatch = form.split((X, made), {})[2]
+    mismatch = form.split((X, made), {})[1]
     assert mismatch is not None
     assert mismatch.subject == "argument mask.mask_mod.SIZE (global)"

@@ -66,28 +66,33 @@ class Counted(UserDict[str, Any]):
 
 
 NESTED = call(Y, (X, MASK), mask={"full": [MASK, 3], "none": None})
-TENSORS: list[tuple[Callable[..., Any], Call, Any, dict[str, Any]]] = [
-    (forward, call(X, True, Y, mask=MASK, scale=1), X, {"y": Y, "mask": MASK}),
-    (forward, NESTED, Y, {"flag[0]": X, "flag[1]": MASK}),
-    (forward, call((X, Y)), X, {"x[1]": Y}),
-    (forward, call(mask=(None, MASK), x=X), MASK, {"x": X}),
-    (variadic, call(1, X, Y, x=MASK), X, {"number 2": Y, "x": MASK}),
-    (scaled, call(X, Y, bias=MASK), X, {"number 1": Y, "bias": MASK}),
-    (forward, call(X, Packed(Y, 7)), X, {"flag.starts": Y}),
-    (forward, call(X, Shared(), UserDict(kept=(Y, MASK))), X, {"y.kept[0]": Y, "y.kept[1]": MASK}),
+TENSORS: list[tuple[Callable[..., Any], Call, dict[str, Any]]] = [
+    (forward, call(X, True, Y, mask=MASK, scale=1), {"x": X, "y": Y, "mask": MASK}),
+    (forward, NESTED, {"x": Y, "flag[0]": X, "flag[1]": MASK}),
+    (forward, call((X, Y)), {"x[0]": X, "x[1]": Y}),
+    (forward, call(mask=(None, MASK), x=X), {"mask[1]": MASK, "x": X}),
+    (variadic, call(1, X, Y, x=MASK), {"number 1": X, "number 2": Y, "x": MASK}),
+    (scaled, call(X, Y, bias=MASK), {"x": X, "number 1": Y, "bias": MASK}),
+    (forward, call(X, Packed(Y, 7)), {"x": X, "flag.starts": Y}),
+    (
+        forward,
+        call(X, Shared(), UserDict(kept=(Y, MASK))),
+        {"x": X, "y.kept[0]": Y, "y.kept[1]": MASK},
+    ),
 ]
-"""A function, a call, its first tensor, and the others by name."""
+"""A function, a call, and its tensors by name."""
 
 
-@pytest.mark.parametrize(("function", "made", "first", "others"), TENSORS)
+@pytest.mark.parametrize(("function", "made", "named"), TENSORS)
 def test_tensors_are_taken_out_and_put_back(
-    function: Any, made: Call, first: Any, others: dict[str, Any]
+    function: Any, made: Call, named: dict[str, Any]
 ) -> None:
     form = CallSpec.of(function, *made)
-    args, kwargs, mismatch = form.split(*made)
+    tensors, mismatch = form.split(*made)
     assert mismatch is None and form.problems() == []
-    assert args == (first,) and kwargs == others
-    joined = form.join(args, kwargs)
+    assert form.names == (*named,) and [*map(id, tensors)] == [*map(id, named.values())]
+    assert form.by_name(tensors) == named
+    joined = form.join(tensors)
     assert joined == made and [type(one) for one in joined[0]] == [type(one) for one in made[0]]
 
 
@@ -124,7 +129,7 @@ MISMATCHES: list[tuple[Call, Call, str]] = [
 
 @pytest.mark.parametrize(("captured", "made", "subject"), MISMATCHES)
 def test_another_form_is_a_mismatch(captured: Call, made: Call, subject: str) -> None:
-    mismatch = CallSpec.of(forward, *captured).split(*made)[2]
+    mismatch = CallSpec.of(forward, *captured).split(*made)[1]
     assert mismatch is not None and mismatch.subject == subject
 
 
@@ -132,24 +137,24 @@ def test_another_form_is_a_mismatch(captured: Call, made: Call, subject: str) ->
 def test_a_mask_that_comes_and_goes_is_named(made: Call) -> None:
     """Models of transformers drop one that masks nothing."""
     other = call(X, mask=MASK if made[1]["mask"] is None else None)
-    mismatch = CallSpec.of(forward, *made).split(*other)[2]
+    mismatch = CallSpec.of(forward, *made).split(*other)[1]
     assert mismatch is not None and "Pass a 4-D mask in each step" in mismatch.cause
 
 
 def test_equal_constants_are_none() -> None:
     form = CallSpec.of(forward, *call(X, X.shape, y=float("nan"), scale=1))
-    assert form.split(*call(X, torch.Size([1]), y=float("nan"), scale=1))[2] is None
+    assert form.split(*call(X, torch.Size([1]), y=float("nan"), scale=1))[1] is None
 
 
 def test_order_of_keywords_counts() -> None:
     form = CallSpec.of(variadic, *call(X, a=Y, b=MASK))
-    mismatch = form.split(*call(X, b=MASK, a=Y))[2]
+    mismatch = form.split(*call(X, b=MASK, a=Y))[1]
     assert mismatch is not None and mismatch.subject == "the way of its call"
 
 
 def test_a_list_or_tensor_that_is_given_twice_is_the_same_one() -> None:
     form = CallSpec.of(forward, *call(X, LIST, LIST, mask=X))
-    args, kwargs = form.join(*form.split(*call(X, LIST, LIST, mask=X))[:2])
+    args, kwargs = form.join(form.split(*call(X, LIST, LIST, mask=X))[0])
     assert args[1] is args[2] and kwargs["mask"] is args[0]
 
 
@@ -157,7 +162,7 @@ def test_a_container_that_changes_later_does_not_change_the_form() -> None:
     sizes = [1, 2]
     form = CallSpec.of(forward, (X, sizes), {})
     sizes[0] = 5
-    mismatch = form.split((X, sizes), {})[2]
+    mismatch = form.split((X, sizes), {})[1]
     assert mismatch is not None and mismatch.subject == "argument flag[0]"
 
 
