@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
 from megatron_cg.fastpath.optimizer_step import APPLIES, APPLYING
-from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.fastpath.part import NotApplicableError, known
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, run_instead
 from megatron_cg.upstream.symbols import Symbol
@@ -47,46 +47,30 @@ _METHODS = {
     True: "_replace_param_with_distributed_if_needed",
 }
 """By whether the modules then have the optimizer's DTensors."""
-_BODIES = {
-    f"MegatronFSDP.{_METHODS[False]}": "2dd6f630faf574bb",
-    f"MegatronFSDP.{_METHODS[True]}": "d5c8b3ca8a0bcd12",
-    "MegatronFSDP._reestablish_shared_weights": "5ddc7bf62b666d72",
-    "_replace_module_parameter": "0d03e4f918129cb7",
-}
 _REGISTER = "register_parameter"
 _TE = "transformer_engine.pytorch.module.base"
-_REGISTERS = Symbol(
-    f"{_TE}:TransformerEngineBaseModule.register_parameter",
-    "what remembers how parameters are initialized",
-    fingerprints=("ee888dbdfc683cd3",),
+_REGISTERS = known(
+    f"{_TE}:TransformerEngineBaseModule.{_REGISTER}", "what sets parameters", "ee888dbdfc683cd3"
 )
+_SHARE, _EXCHANGES = "_reestablish_shared_weights", "what exchanges parameters"
 REPLACES_EXCHANGE = (
-    *(
-        symbol
-        for path, body in _BODIES.items()
-        for symbol in fsdp_function(path, "what exchanges parameters", fingerprints=(body,))
-    ),
+    *fsdp_function(f"MegatronFSDP.{_METHODS[False]}", _EXCHANGES, "2dd6f630faf574bb"),
+    *fsdp_function(f"MegatronFSDP.{_METHODS[True]}", _EXCHANGES, "d5c8b3ca8a0bcd12"),
+    *fsdp_function(f"MegatronFSDP.{_SHARE}", _EXCHANGES, "5ddc7bf62b666d72"),
+    *fsdp_function("_replace_module_parameter", _EXCHANGES, "0d03e4f918129cb7"),
     _REGISTERS,
 )
 _CLIP, _RERUN = "megatron.core.optimizer", "megatron.core.rerun_state_machine"
-_SCALES = Symbol(
-    f"{_CLIP}.optimizer:clip_grad_by_total_norm_fp32",
-    "what scales gradients",
-    fingerprints=("5649d79e2c3dcbe6",),
+_SCALES = known(
+    f"{_CLIP}.optimizer:clip_grad_by_total_norm_fp32", "what scales gradients", "5649d79e2c3dcbe6"
 )
 _KERNEL = Symbol(f"{_CLIP}.clip_grads:multi_tensor_scale_tensor_impl", "its kernel, or None")
 _APPLIER = Symbol(f"{_CLIP}.clip_grads:multi_tensor_applier", "what runs its kernel")
-_TO_LOCAL = Symbol(
-    f"{_CLIP}.clip_grads:to_local_if_dtensor",
-    "a gradient's shard",
-    fingerprints=("ec17e9c4d6187647",),
+_TO_LOCAL = known(
+    f"{_CLIP}.clip_grads:to_local_if_dtensor", "a gradient's shard", "ec17e9c4d6187647"
 )
 REPLACES_SCALING = (_SCALES, _TO_LOCAL, APPLYING)
-_VOTES = Symbol(
-    f"{_RERUN}:RerunStateMachine._reduce_any",
-    "what adds up votes",
-    fingerprints=("02afca39f048a959",),
-)
+_VOTES = known(f"{_RERUN}:RerunStateMachine._reduce_any", "what adds up votes", "02afca39f048a959")
 REPLACES_VOTE = (_VOTES,)
 RELIES_ON = (
     *(*REPLACES_EXCHANGE, *REPLACES_SCALING, _KERNEL, _APPLIER, _VOTES),

@@ -66,17 +66,14 @@ import torch
 from torch import nn
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
-from megatron_cg.fastpath.gather import REPLACES_RELEASE
-from megatron_cg.fastpath.part import find_cell, hook_functions
-from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of
-from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
+from megatron_cg.fastpath.gather import RELEASE, REPLACES_RELEASE
+from megatron_cg.fastpath.part import NotApplicableError, find_cell, hook_functions
+from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of, require_kernel
+from megatron_cg.fsdp.roles import HOOKS_SCOPE, fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
 
 _PROCESS = "_process_post_backward_gradients"
 """Megatron-FSDP's function that takes gradients."""
-
-_RELEASE = "release_module_parameters"
-"""What frees the buckets of a unit after a pass."""
 _FREES = "wait_for_previous_grad_reduce"
 _POOL, _POOL_OF_LARGEST = "FixedPoolAllocator", "MaxPoolAllocator"
 """The allocators of ``--fsdp-double-buffer``: a bucket uses one of two buffers that are not freed.
@@ -91,9 +88,7 @@ _TWICE = (
 )
 REPLACES = (
     *fsdp_function(
-        f"MegatronFSDP._register_fsdp_hooks.<locals>.{_PROCESS}",
-        "what takes gradients",
-        fingerprints=("31aa215fff7f8197", "3c30337dc04e2c0b"),
+        HOOKS_SCOPE + _PROCESS, "what takes gradients", "31aa215fff7f8197", "3c30337dc04e2c0b"
     ),
     *REPLACES_RELEASE,
     # Not replaced, but a user's may reduce later than parameters are marked as ready here.
@@ -102,7 +97,7 @@ REPLACES = (
 RELIES_ON = (
     *REPLACES,
     *fsdp_class("MegatronFSDP", "_params_require_handle_grad", "_root_pre_backward_hook_issued"),
-    *fsdp_class("MegatronFSDP", "report_nan_in_param_grad", "mp_policy"),
+    *fsdp_class("MegatronFSDP", "report_nan_in_param_grad"),
     *fsdp_class(_POOL),
     *fsdp_class("GradReducePipeline", "grad_reduce_queue", "_enforce_double_buffer_limit", _FREES),
     *fsdp_class("GradReducePipeline", "bucket_grad_ready_params"),
@@ -294,10 +289,11 @@ class GradientBucketing:
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """What Megatron-FSDP keeps of the gradients of each bucket."""
-        return [bucket.gradients.data for bucket in self._buckets]
+    def scale_copies(self) -> patch.Undo:
+        """Scale whole buckets in their copies. Raises NotApplicableError without the kernel."""
+        for bucket in self._buckets[:1]:
+            require_kernel(bucket.gradients.data)
+        return patch.set_attribute(self, "scales", True)
 
     def knows(self, parameter: object) -> bool:
         return id(parameter) in self._of_parameter
@@ -514,10 +510,17 @@ class GradientBucketing:
 def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]:
     """Replace Megatron-FSDP's gradient function; returns the replacement and the undo.
 
-    Raises UpstreamChangedError if a function is gone; nothing is changed then.
+    Raises NotApplicableError if gradients must be taken one by one, and UpstreamChangedError if a
+    function is gone; nothing is changed then.
     """
+    strategy = fsdp.data_parallel_sharding_strategy
+    if strategy != "optim_grads_params":
+        why = f"the sharding strategy is {strategy}, in which no hook tells that a unit's backward"
+        raise NotApplicableError(f"{why} pass is done")
+    if fsdp.report_nan_in_param_grad:
+        raise NotApplicableError("each gradient is checked for NaN by itself")
     functions = list(hook_functions(fsdp))
-    cell, releasing = find_cell(functions, _PROCESS), find_cell(functions, _RELEASE)
+    cell, releasing = find_cell(functions, _PROCESS), find_cell(functions, RELEASE)
     bucketing, release = GradientBucketing(fsdp, cell.cell_contents), releasing.cell_contents
 
     def release_module_parameters(module: nn.Module, bwd: bool, *lazy: Any, **named: Any) -> None:

@@ -49,7 +49,7 @@ import torch
 from torch import nn
 
 from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
-from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
+from megatron_cg.fsdp.roles import HOOKS_SCOPE, fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
 
 _ASYNC, _OUTER = "async_param_gather", "outer_fsdp_group_param_gather"
@@ -59,37 +59,32 @@ Key = tuple[int, bool]
 REPLACES_GATHERS = fsdp_function(
     f"AllGatherPipeline.{_GATHER}",
     "what gathers the buckets of parameters",
-    *("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
-    fingerprints=("65e4250c4171bbcb",),
+    "65e4250c4171bbcb",
+    parameters=("self", "params", "prefetch", "prefetch_order", _ASYNC, _OUTER),
 )
-RELIES_ON_BUCKETS = (
+_LISTED, RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
+_WAIT, _FETCH = "all_gather_and_wait_parameters_ready", "fetch_bucket"
+_WALKS = "what walks over parameters"
+REPLACES_RELEASE = fsdp_function(HOOKS_SCOPE + RELEASE, _WALKS, "52f2f0ae05776b96")
+REPLACES_UNSHARD = (
+    *fsdp_function(HOOKS_SCOPE + _LISTED, _WALKS, "58e78d8b964985ee"),
+    *REPLACES_RELEASE,
+    *fsdp_function(
+        f"MegatronFSDP.{_WAIT}", "what waits for parameters", "02036854c30821b7", "559f8f7f088f6ac3"
+    ),
+    *fsdp_function(f"DataParallelBuffer.{_FETCH}", "what fetches a bucket", "00cb9ee24111bcad"),
+)
+RELIES_ON = (
+    *(*REPLACES_GATHERS, *REPLACES_UNSHARD),
     *fsdp_function(
         "AllGatherPipeline.async_bucket_gather",
         "what gathers one bucket",
-        *("self", "bucket_id", "bwd"),
+        parameters=("self", "bucket_id", "bwd"),
     ),
     *fsdp_class("AllGatherPipeline", "bucket_status", "bucket_can_be_released"),
     *fsdp_class("AllGatherPipeline", "bucket_to_bucket_group", "ag_stream"),
     *fsdp_class("BucketStatus", *_ABSENT, "READY_TO_USE"),
 )
-_LISTED, _RELEASE = "_param_list_for_submodule_unshard", "release_module_parameters"
-_HOOKS, _WALKS = "MegatronFSDP._register_fsdp_hooks.<locals>", "what walks over parameters"
-REPLACES_RELEASE = fsdp_function(f"{_HOOKS}.{_RELEASE}", _WALKS, fingerprints=("52f2f0ae05776b96",))
-REPLACES_UNSHARD = (
-    *fsdp_function(f"{_HOOKS}.{_LISTED}", _WALKS, fingerprints=("58e78d8b964985ee",)),
-    *REPLACES_RELEASE,
-    *fsdp_function(
-        "MegatronFSDP.all_gather_and_wait_parameters_ready",
-        "what waits for parameters and marks them",
-        fingerprints=("02036854c30821b7", "559f8f7f088f6ac3"),
-    ),
-    *fsdp_function(
-        "DataParallelBuffer.fetch_bucket",
-        "what points parameters at their bucket",
-        fingerprints=("00cb9ee24111bcad",),
-    ),
-)
-RELIES_ON = (*REPLACES_GATHERS, *REPLACES_UNSHARD, *RELIES_ON_BUCKETS)
 
 
 class DeferredPrefetch:
@@ -222,7 +217,7 @@ def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Iterator[patch.Und
         raise NotApplicableError("the sharding strategy is no_shard, in which nothing is unsharded")
     store, is_float8 = fsdp.param_and_grad_buffer, float8_test(fsdp)
     functions = list(hook_functions(fsdp))
-    listed, releasing = find_cell(functions, _LISTED), find_cell(functions, _RELEASE)
+    listed, releasing = find_cell(functions, _LISTED), find_cell(functions, RELEASE)
     # Megatron-FSDP's hooks run only in forward and backward passes, when modules hold their raw
     # parameters. So a list stays valid until the model is wrapped again.
     bucket_of = store.param_to_param_group.__getitem__
@@ -246,12 +241,11 @@ def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Iterator[patch.Und
 
     yield patch.replace_function_in_cell(listed, list_of_unit)
     yield patch.replace_function_in_cell(releasing, release_module_parameters)
-    gather = "all_gather_and_wait_parameters_ready"
-    yield patch.replace_function(fsdp, gather, _gathered(getattr(fsdp, gather)))
+    yield patch.replace_function(fsdp, _WAIT, _gathered(getattr(fsdp, _WAIT)))
     for group in store.parameter_groups:
         buffer = group.model_weight_buffer
         if buffer is not None and not any(map(is_float8, group.params)):
-            yield patch.replace_function(buffer, "fetch_bucket", _fetched(buffer))
+            yield patch.replace_function(buffer, _FETCH, _fetched(buffer))
 
 
 def _gathered(original: Callable[..., None]) -> Callable[..., None]:

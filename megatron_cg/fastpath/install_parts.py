@@ -17,28 +17,22 @@ from megatron_cg.fastpath import (
     scaled_copies,
     under_v2,
 )
-from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.gather import DeferredPrefetch
 from megatron_cg.fastpath.optimizer_step import IdlePool
 from megatron_cg.fastpath.part import NotApplicableError, unknown_bodies
 from megatron_cg.fsdp.sharding import Sharding
 from megatron_cg.replay.guarded_graph import ReplayFunction
-from megatron_cg.upstream.patch import Undo, set_attribute
+from megatron_cg.upstream.patch import Undo
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
+_STAYS_OFF = (
+    "FSDP fast path: %s stays off, because %s. Training goes on without it. megatron-cg doctor "
+    "names all such functions."
+)
 _OF_GRAPHS = "detached-weights-of-graphs"
-
-
-@cache
-def _warn_once(part: str, why: str) -> None:
-    logger.warning(
-        "FSDP fast path: %s stays off, because %s. Training goes on without it. "
-        "megatron-cg doctor --verbose names all such functions.",
-        part,
-        why,
-    )
 
 
 class FastPath:
@@ -51,9 +45,10 @@ class FastPath:
         self._fsdp = fsdp
         self.parts: list[str] = []
         self.left_out: dict[str, str] = {}
-        self.bucketing: GradientBucketing | None = None
-        self._deferred = DeferredPrefetch()
-        self.flush_prefetch = self._deferred.issue
+        self.bucketing: Any = None
+        """The :class:`.GradientBucketing`, if the part for gradients is on."""
+        self.deferred = DeferredPrefetch()
+        self.flush_prefetch = self.deferred.issue
         """Issues the gathers that are held, as before a graphed unit runs eagerly."""
         self._undo = ExitStack()
 
@@ -74,7 +69,7 @@ class FastPath:
             self.left_out[name] = " and ".join(f"the part {part} is off" for part in missing)
         elif unknown := unknown_bodies(replaces, self._fsdp):
             self.left_out[name] = "; ".join(unknown)
-            _warn_once(name, self.left_out[name])
+            _warn_once(_STAYS_OFF, name, self.left_out[name])
         else:
             try:
                 self._undo.callback(put_in())
@@ -83,26 +78,6 @@ class FastPath:
             else:
                 self.parts.append(name)
 
-    def add_of_weights(
-        self, graphed: Collection[nn.Module], replays: Sequence[ReplayFunction]
-    ) -> None:
-        """Add the parts that gather weights, and those that take gradients."""
-        fsdp, deferred, add = self._fsdp, self._deferred, self.add
-        unsharding, gathering = gather.REPLACES_UNSHARD, gather.REPLACES_GATHERS
-        add("unshard", lambda: gather.install_unshard(fsdp, deferred), unsharding)
-        # It has the fingerprint of what releases a unit, and so ends the wait of gradients.
-        add("gradients", self._bucket_gradients, bucketing.REPLACES, needs=["unshard"])
-        add("scaled-copies", self._scale_copies, scaled_copies.REPLACES, needs=["gradients"])
-        in_turn = fsdp.param_and_grad_buffer.double_buf_units
-        if fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
-            add("ordered-gradients", lambda: bucketing.order_copies(fsdp))
-        detached: Any = self.bucketing and DetachedWeights(self.bucketing)
-        in_graphs = partial(detach_in_graphs, detached, replays, deferred.launched)
-        add(_OF_GRAPHS, in_graphs, needs=["gradients"])
-        # Only detached weights of graphs report a launch.
-        defer = partial(deferred.install, fsdp, graphed)
-        add("deferred-prefetch", defer, gathering, needs=[_OF_GRAPHS])
-
     def add_of_optimizers(self, optimizers: Sequence[Any]) -> None:
         if optimizers:
             between, step = between_passes, optimizer_step
@@ -110,23 +85,9 @@ class FastPath:
             self.add("rerun-vote", between.vote_beside, between.REPLACES_VOTE)
             self.add("optimizer", lambda: step.install_adam(optimizers), step.REPLACES_STEP)
 
-    def _bucket_gradients(self) -> Undo:
-        strategy = self._fsdp.data_parallel_sharding_strategy
-        if strategy != "optim_grads_params":
-            raise NotApplicableError(
-                f"the sharding strategy is {strategy}, in which no hook tells that a unit's "
-                "backward pass is done"
-            )
-        if self._fsdp.report_nan_in_param_grad:
-            raise NotApplicableError("each gradient is checked for NaN by itself")
+    def bucket_gradients(self) -> Undo:
         self.bucketing, undo = bucketing.install_gradients(self._fsdp)
         return undo
-
-    def _scale_copies(self) -> Undo:
-        assert self.bucketing is not None
-        for memory in self.bucketing.memory[:1]:
-            scaled_copies.require_kernel(memory)
-        return set_attribute(self.bucketing, "scales", True)
 
 
 def install_for(
@@ -177,8 +138,21 @@ def install(
     Raises UpstreamChangedError if a symbol that a part relies on is gone; nothing stays changed.
     """
     with _installing(fsdp) as path:
-        path.add_of_weights(graphed, replays)
-        add, step, between = path.add, optimizer_step, between_passes
+        add, deferred, step, between = path.add, path.deferred, optimizer_step, between_passes
+        add("unshard", lambda: gather.install_unshard(fsdp, deferred), gather.REPLACES_UNSHARD)
+        # It has the fingerprint of what releases a unit, and so ends the wait of gradients.
+        add("gradients", path.bucket_gradients, bucketing.REPLACES, needs=["unshard"])
+        scale = partial(bucketing.GradientBucketing.scale_copies, path.bucketing)
+        add("scaled-copies", scale, scaled_copies.REPLACES, needs=["gradients"])
+        in_turn = fsdp.param_and_grad_buffer.double_buf_units
+        if fsdp.data_parallel_sharding_strategy == "optim_grads" and in_turn:
+            add("ordered-gradients", lambda: bucketing.order_copies(fsdp))
+        detached: Any = path.bucketing and DetachedWeights(path.bucketing)
+        in_graphs = partial(detach_in_graphs, detached, replays, deferred.launched)
+        add(_OF_GRAPHS, in_graphs, needs=["gradients"])
+        # Only detached weights of graphs report a launch.
+        defer = partial(deferred.install, fsdp, graphed)
+        add("deferred-prefetch", defer, gather.REPLACES_GATHERS, needs=[_OF_GRAPHS])
         add("parameters", lambda: between.exchange_parameters(fsdp), between.REPLACES_EXCHANGE)
         attaching, installing = step.REPLACES_ATTACHING, step.REPLACES_INSTALLING
         add("main-gradients", lambda: step.install_main_gradients(fsdp, scratch), attaching)

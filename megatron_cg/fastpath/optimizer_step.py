@@ -60,7 +60,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from megatron_cg.backends.driver import StorageReference
-from megatron_cg.fastpath.part import NotApplicableError, float8_test
+from megatron_cg.fastpath.part import NotApplicableError, float8_test, known
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 from megatron_cg.upstream.patch import Undo, combine_undos, replace_function, wrap_method
 from megatron_cg.upstream.symbols import Symbol
@@ -69,35 +69,23 @@ logger = logging.getLogger(__name__)
 
 _ATTACH, _INSTALL = "update_main_grads", "copy_main_weights_to_model_weights"
 REPLACES_ATTACHING = fsdp_function(
-    f"ParamAndGradBuffer.{_ATTACH}",
-    "what gives the optimizer its gradients",
-    fingerprints=("bfef5848565df378",),
+    f"ParamAndGradBuffer.{_ATTACH}", "what gives the optimizer its gradients", "bfef5848565df378"
 )
 REPLACES_INSTALLING = fsdp_function(
-    f"ParamAndGradBuffer.{_INSTALL}", "what copies main weights", fingerprints=("64c2878b6e09f195",)
+    f"ParamAndGradBuffer.{_INSTALL}", "what copies main weights", "64c2878b6e09f195"
 )
 _PLAIN = {torch.Tensor, nn.Parameter}
-
-
-def _symbol(path: str, expected: str, *has: str, body: str = "") -> Symbol:
-    return Symbol(path, expected, attributes=has, fingerprints=(body,) if body else ())
-
-
 _OPTIMIZERS = "transformer_engine.pytorch.optimizers"
 _FUSED = f"{_OPTIMIZERS}.fused_adam"
-_ADAM = _symbol(
-    f"{_FUSED}:FusedAdam",
-    "the optimizer",
-    *("capturable", "master_weights", "use_decoupled_grad", "multi_tensor_adam", "adam_w_mode"),
-    "_dummy_overflow_buf",
-)
-_APPLIER = _symbol(f"{_FUSED}:multi_tensor_applier", "what runs its kernel")
-_AT_MOST = _symbol(f"{_FUSED}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call")
-APPLIES = _symbol(f"{_OPTIMIZERS}.multi_tensor_apply:MultiTensorApply", "what runs kernels")
-APPLYING = _symbol(f"{APPLIES.path}.__call__", "what runs a kernel", body="ac91ff4a196ee3fc")
+_HAS = ("capturable", "master_weights", "use_decoupled_grad", "multi_tensor_adam", "adam_w_mode")
+_ADAM = Symbol(f"{_FUSED}:FusedAdam", "the optimizer", attributes=(*_HAS, "_dummy_overflow_buf"))
+_APPLIER = Symbol(f"{_FUSED}:multi_tensor_applier", "what runs its kernel")
+_AT_MOST = Symbol(f"{_FUSED}:_MAX_TENSORS_PER_MULTI_TENSOR_ADAM_CALL", "the tensors of one call")
+APPLIES = Symbol(f"{_OPTIMIZERS}.multi_tensor_apply:MultiTensorApply", "what runs kernels")
+APPLYING = known(f"{APPLIES.path}.__call__", "what runs a kernel", "ac91ff4a196ee3fc")
 REPLACES_STEP = (
-    _symbol(f"{_ADAM.path}.step", "its step", body="80a579d335ac25c3"),
-    _symbol(f"{_ADAM.path}.get_unscaled_state", "its moments", body="e675df68fc21fd25"),
+    known(f"{_ADAM.path}.step", "its step", "80a579d335ac25c3"),
+    known(f"{_ADAM.path}.get_unscaled_state", "its moments", "e675df68fc21fd25"),
     APPLYING,
 )
 _BEGIN, _END, _RELEASE = (
@@ -110,8 +98,7 @@ RELIES_ON = (
     *fsdp_class("ParamAndGradBuffer", "optimizer_named_parameters", "dist_main_grad"),
     *fsdp_class("ParamAndGradBuffer", "use_decoupled_grad", "bucketing_policy"),
     *fsdp_class("ParamAndGradBuffer", "parameter_groups", "param_to_param_group"),
-    *fsdp_class("DataParallelBuffer", "data", "get_item", "param_idx", "dtype"),
-    *fsdp_class("DataParallelBuffer", "is_data_distributed"),
+    *fsdp_class("DataParallelBuffer", "data", "get_item", "param_idx", "is_data_distributed"),
     *(*REPLACES_STEP, _ADAM, _APPLIER, APPLIES, _AT_MOST),
 )
 

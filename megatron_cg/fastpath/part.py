@@ -12,13 +12,17 @@ from typing import Any
 
 from torch import nn
 
-from megatron_cg.fsdp.roles import PLACES, fsdp_function, fsdp_package_of
+from megatron_cg.fsdp.roles import HOOKS_SCOPE, PLACES, fsdp_function, fsdp_package_of
 from megatron_cg.hooks import innermost
 from megatron_cg.upstream.patch import cells_of
 from megatron_cg.upstream.symbols import Symbol, changed
 
-_SCOPE = "MegatronFSDP._register_fsdp_hooks"
 RELIES_ON = fsdp_function("is_float8tensor", "whether a parameter is FP8")
+
+
+def known(path: str, expected: str, *fingerprints: str) -> Symbol:
+    """A function that a part replaces, if its code has one of these fingerprints."""
+    return Symbol(path, expected, fingerprints=fingerprints)
 
 
 class NotApplicableError(Exception):
@@ -48,7 +52,7 @@ def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
         distribution, cells = package, cells_of(innermost(hook))
         if name in cells:
             return cells[name]
-    raise changed(distribution, f"{_SCOPE}.<locals>.{name}", "a variable that its hooks refer to")
+    raise changed(distribution, HOOKS_SCOPE + name, "a variable that its hooks refer to")
 
 
 def float8_test(fsdp: Any) -> Callable[[nn.Parameter], bool]:

@@ -27,20 +27,13 @@ from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
 _TABLES = 16
 """At most so many of one operation's gradients in one bucket."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_IN_PIPELINE = {
-    "reduce_gradients": ("what reduces a bucket as soon as it is complete", "f77dd997162c6fac"),
-    "get_ready_bucket_group_for_reduction": ("what says which is", "2dc8b854f1c1cd1a"),
-    "_bucket_group_gradient_reduce": ("what scales and reduces buckets", "0a0a7e732aee5bc3"),
-}
+_PIPELINE = "GradReducePipeline"
+_READY, _REDUCE = "get_ready_bucket_group_for_reduction", "_bucket_group_gradient_reduce"
 REPLACES = (
-    *(
-        symbol
-        for name, (what, body) in _IN_PIPELINE.items()
-        for symbol in fsdp_function(f"GradReducePipeline.{name}", what, fingerprints=(body,))
-    ),
-    *fsdp_function(
-        "gradient_reduce_preprocessing", "what scales", fingerprints=("1ff2d838cca56aba",)
-    ),
+    *fsdp_function(f"{_PIPELINE}.reduce_gradients", "what reduces a bucket", "f77dd997162c6fac"),
+    *fsdp_function(f"{_PIPELINE}.{_READY}", "what says which one", "2dc8b854f1c1cd1a"),
+    *fsdp_function(f"{_PIPELINE}.{_REDUCE}", "what scales and reduces it", "0a0a7e732aee5bc3"),
+    *fsdp_function("gradient_reduce_preprocessing", "what scales", "1ff2d838cca56aba"),
 )
 RELIES_ON = (
     *REPLACES,

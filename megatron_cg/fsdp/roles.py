@@ -53,12 +53,13 @@ def fsdp_class(name: str, *attributes: str) -> tuple[Symbol, ...]:
 
 
 def fsdp_function(
-    path: str, expected: str, *parameters: str, **more: tuple[str, ...]
+    path: str, expected: str, *fingerprints: str, **more: tuple[str, ...]
 ) -> tuple[Symbol, ...]:
     """A function of Megatron-FSDP, in each package that ships it; see :class:`Symbol`."""
     is_there = path.startswith(("MegatronFSDP", "fp8_", "_replace_"))
     at = f"{'megatron_fsdp' if is_there else 'param_and_grad_buffer'}:{path}"
-    return tuple(Symbol(f"{one}.{at}", expected, parameters, **more) for one in PLACES)
+    more["fingerprints"] = fingerprints
+    return tuple(Symbol(f"{one}.{at}", expected, **more) for one in PLACES)
 
 
 def fsdp_v2(
@@ -77,7 +78,8 @@ def unsharded_parameters(group: Any) -> list[nn.Parameter]:
 
 
 _PACKAGES = {"megatron.core.distributed.fsdp": "megatron-core", "megatron_fsdp": "megatron-fsdp"}
-_SCOPE = "MegatronFSDP._register_fsdp_hooks.<locals>."
+HOOKS_SCOPE = "MegatronFSDP._register_fsdp_hooks.<locals>."
+"""How the names of functions begin that Megatron-FSDP defines where it registers its hooks."""
 _NONE: dict[str, Any] = {}
 
 
@@ -102,7 +104,7 @@ class FsdpRole(Enum):
 RELIES_ON = tuple(
     symbol
     for name in (*(role.value[0] for role in FsdpRole), "_root_pre_backward")
-    for symbol in fsdp_function(_SCOPE + name, "a hook of Megatron-FSDP")
+    for symbol in fsdp_function(HOOKS_SCOPE + name, "a hook of Megatron-FSDP")
 )
 
 
@@ -126,7 +128,7 @@ def classify(record: HookRecord) -> FsdpRole | None:
     qualified = getattr(innermost(record.fn), "__qualname__", "")
     for role in FsdpRole:
         name, kind, *_ = role.value
-        if qualified == _SCOPE + name and record.kind is kind:
+        if qualified == HOOKS_SCOPE + name and record.kind is kind:
             return role
     raise _unknown(record, distribution, "its name or registry is not one that is known")
 
@@ -189,7 +191,7 @@ def unit_hooks(unit: Unit) -> UnitHooks:
                 fn = wrapped_handler(record, role) if key.startswith("backward") else record.fn
                 # The root module's queues a callback on the running backward pass, so it belongs in
                 # a training step and never in a capture.
-                if getattr(innermost(fn), "__qualname__", "") != _SCOPE + "_root_pre_backward":
+                if getattr(innermost(fn), "__qualname__", "") != HOOKS_SCOPE + "_root_pre_backward":
                     phases[key][record.hook_id] = _adapter(fn, target, *arguments)
                 if target is not None and role is FsdpRole.UNSHARD:
                     before_replay.append((_adapter(record.fn, None, (), _NONE), (module,)))
