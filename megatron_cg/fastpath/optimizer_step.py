@@ -238,6 +238,18 @@ def take(blocks: list[int], nbytes: int) -> int | None:
     return block
 
 
+def copied(
+    scratch: IdlePool | None, caller: Hashable, pieces: list[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Copies of ``pieces`` in another dtype, in ``scratch`` if there is one."""
+    if scratch is None:
+        copies = [torch.empty_like(piece, dtype=dtype) for piece in pieces]
+    else:
+        copies = scratch.empty(caller, pieces, dtype)
+    torch._foreach_copy_(copies, pieces)
+    return copies
+
+
 def install_main_gradients(fsdp: Any, scratch: IdlePool | None) -> Callable[[], None]:
     """Attach gradients to the optimizer's parameters from a table; returns the undo.
 
@@ -288,21 +300,13 @@ class _GradientTable:
                 for _, gradient, _ in rows:
                     # Release this step's earlier copies, if gradients are scaled once reduced.
                     gradient._local_tensor = None
-                pieces = self._copies(cast, pieces)
+                pieces = copied(self._scratch, cast, pieces, cast[-1])
             for (parameter, gradient, _), piece in zip(rows, pieces, strict=True):
                 gradient._local_tensor = piece
                 setattr(parameter, attribute, gradient)
         for parameter in self._empty:
             setattr(parameter, attribute, None)
         self.borrowed = self._scratch is not None and self._scratch.borrowed_bytes > 0
-
-    def _copies(self, cast: Cast, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._scratch is None:
-            copies = [torch.empty_like(piece, dtype=cast[-1]) for piece in pieces]
-        else:
-            copies = self._scratch.empty(cast, pieces, cast[-1])
-        torch._foreach_copy_(copies, pieces)
-        return copies
 
     def relocate(self) -> None:
         self.borrowed = False

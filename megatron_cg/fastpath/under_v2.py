@@ -59,7 +59,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
-from megatron_cg.fastpath.optimizer_step import IdlePool, inner_optimizers
+from megatron_cg.fastpath.optimizer_step import IdlePool, copied, inner_optimizers
 from megatron_cg.fastpath.part import NotApplicableError
 from megatron_cg.fsdp.roles import fsdp_v2, unsharded_parameters
 from megatron_cg.replay.guarded_graph import ReplayFunction
@@ -369,33 +369,25 @@ class _Casts:
         assert not casted
         given = [(p, p.grad) for p in self._optimizer.get_parameters() if p.grad is not None]
         differ = [(p, gradient) for p, gradient in given if gradient.dtype != p.dtype]
-        if any(type(gradient) is not DTensor for _, gradient in differ):
+        dtypes = {parameter.dtype for parameter, _ in differ}
+        if len(dtypes) != 1 or {type(gradient) for _, gradient in differ} != {DTensor}:
             self._original()
             return
         for parameter, gradient in differ:
             if not self._knows(parameter, gradient):
                 self._made[parameter] = made = gradient.to(dtype=parameter.dtype)
                 made._local_tensor = None
-        for (parameter, gradient), copy in zip(differ, self._copies(differ), strict=True):
+        local = [gradient._local_tensor for _, gradient in differ]
+        # Not all parameters have a gradient in each step.
+        caller = (*dtypes, *(each.shape for each in local))
+        copies = copied(self._scratch, caller, local, *dtypes)
+        for (parameter, gradient), copy in zip(differ, copies, strict=True):
             made = self._made[parameter]
             made._local_tensor = copy
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
             parameter.grad = made
             casted.append((parameter, gradient))
-
-    def _copies(self, differ: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:
-        local = [gradient._local_tensor for _, gradient in differ]
-        dtypes = [parameter.dtype for parameter, _ in differ]
-        if self._scratch is not None and len({*dtypes}) == 1:
-            # Not all parameters have a gradient in each step.
-            caller = (dtypes[0], *(each.shape for each in local))
-            copies = self._scratch.empty(caller, local, dtypes[0])
-        else:
-            copies = [torch.empty_like(one, dtype=d) for one, d in zip(local, dtypes, strict=True)]
-        if copies:
-            torch._foreach_copy_(copies, local)
-        return copies
 
     def _knows(self, parameter: Any, gradient: Any) -> bool:
         made = self._made.get(parameter)

@@ -267,16 +267,14 @@ def _loaded(*names: str) -> Iterator[Any]:
 
 def _meshes() -> _Contexts:
     """Convert the device type of every device mesh, however the mesh is created."""
-    original_init = DeviceMesh.__init__
+    made, made_from = DeviceMesh.__init__, DeviceMesh.from_group
 
-    @functools.wraps(original_init)
+    @functools.wraps(made)
     def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original_init(self, str(converted(device_type)), *args, **kwargs)
-
-    original_from_group = DeviceMesh.from_group
+        made(self, str(converted(device_type)), *args, **kwargs)
 
     def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-        return original_from_group(group, str(converted(device_type)), *args, **kwargs)
+        return made_from(group, str(converted(device_type)), *args, **kwargs)
 
     yield replaced(DeviceMesh, "__init__", init)
     yield replaced(DeviceMesh, "from_group", staticmethod(from_group))

@@ -74,12 +74,12 @@ def as_nccl() -> Undo:
     """
     exchange, reduce = dist.all_to_all_single, dist.all_reduce
 
+    def listed(size: Any) -> Any:
+        return size.tolist() if hasattr(size, "tolist") else size
+
     def all_to_all_single(output: Any, given: Any, *sizes: Any, **named: Any) -> Any:
-        lists = [size.tolist() if hasattr(size, "tolist") else size for size in sizes]
-        for key in ("output_split_sizes", "input_split_sizes"):
-            if hasattr(named.get(key), "tolist"):
-                named[key] = named[key].tolist()
-        return exchange(output, given, *lists, **named)
+        named = {name: listed(value) for name, value in named.items()}
+        return exchange(output, given, *map(listed, sizes), **named)
 
     def all_reduce(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False

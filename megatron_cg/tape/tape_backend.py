@@ -20,6 +20,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -208,7 +209,6 @@ class _Operation:
     kwargs: dict[str, Any]
     #: Per flattened result: the slot to copy it into, or None if nothing is copied.
     results: tuple[Slot | None, ...]
-    is_collective: bool
 
 
 @dataclass
@@ -265,8 +265,7 @@ class Tape(driver.Recording):
         args = self._real(operation.args)
         kwargs = {name: self._real(value) for name, value in operation.kwargs.items()}
         flat = calls.leaves(operation.function(*args, **kwargs))
-        if operation.is_collective:
-            _wait_for_collectives(operation.function, flat)
+        _wait_for_collectives(operation.function, flat)
         for value, slot in zip(flat, operation.results, strict=True):
             if slot is not None:
                 self.pool.tensor(slot).copy_(value)
@@ -279,14 +278,8 @@ def storage_keys(tensors: driver.Tensors) -> frozenset[int]:
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None)
 
 
-class _OfThread(threading.local):
-    """What records in the current thread; its operations alone are recorded."""
-
-    def __init__(self) -> None:
-        self.recorders: list[_Recorder] = []
-
-
-_here = _OfThread()
+_recorder: ContextVar["_Recorder | None"] = ContextVar("recorder", default=None)
+"""What records in the current thread; its operations alone are recorded."""
 
 
 def recorded_action(action: Callable[[], None]) -> None:
@@ -296,19 +289,19 @@ def recorded_action(action: Callable[[], None]) -> None:
     (``CUDAGraph.register_generator_state``).
     """
     action()
-    if _here.recorders:
-        _here.recorders[-1].tape.entries.append(action)
+    if (recorder := _recorder.get()) is not None:
+        recorder.tape.entries.append(action)
 
 
 def is_recording() -> bool:
     """Return whether a tape is being recorded, as ``torch.cuda.is_current_stream_capturing``."""
-    return bool(_here.recorders)
+    return _recorder.get() is not None
 
 
 def host_waits(what: str) -> None:
     """Note that the host waits for all work of a stream; raises HostSyncError in a capture."""
-    if _here.recorders:
-        raise _here.recorders[-1].error(what)
+    if (recorder := _recorder.get()) is not None:
+        raise recorder.error(what)
 
 
 @contextmanager
@@ -319,12 +312,12 @@ def recording(pool: Pool, module: torch.nn.Module, label: str) -> Iterator[Tape]
     CUDA graph runs no kernel. Raises HostSyncError inside the block if the host reads a tensor.
     """
     recorder = _Recorder(Tape(pool, label), module)
-    _here.recorders.append(recorder)
+    outer = _recorder.set(recorder)
     try:
         with undone_after(methods_watched(recorder.read)), recorder:
             yield recorder.tape
     finally:
-        _here.recorders.pop()
+        _recorder.reset(outer)
         write_back_all(recorder.before.values())
 
 
@@ -381,9 +374,7 @@ class _Recorder(calls.CallMode):
         if not writes and not any(slot is not None for slot in results):
             return result  # a view, or only host values: there is no kernel to run again
         if func._schema.name.partition("::")[2] not in _UNSET:
-            functional = func.namespace == "_c10d_functional"
-            operation = _Operation(func, slots, named, results, collective or functional)
-            self.tape.entries.append(operation)
+            self.tape.entries.append(_Operation(func, slots, named, results))
         return result
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
@@ -446,12 +437,15 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 def _wait_for_collectives(func: torch._ops.OpOverload, flat: list[Any]) -> None:
     """Finish a collective before later operations read its result, as stream order would."""
-    for value in flat:
-        if func.namespace == "_c10d_functional" and isinstance(value, torch.Tensor):
-            # A replay copies the result before it comes to the recorded wait_tensor.
-            torch.ops._c10d_functional.wait_tensor(value)
-        elif func.namespace == "c10d" and hasattr(value, "wait"):  # its work, not a tensor
-            value.wait()
+    namespace = func.namespace
+    if namespace == "_c10d_functional":
+        # A replay copies the result before it comes to the recorded wait_tensor.
+        for tensor in calls.tensors_in(flat):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+    elif namespace == "c10d":
+        for work in flat:
+            if hasattr(work, "wait"):  # not a tensor
+                work.wait()
 
 
 class TapeBackend(Backend):

@@ -37,12 +37,12 @@ _CHOSEN = {
 }
 """The flags of a choice, and why they are given."""
 _BOUNDS = {
-    _STASH: ". Each step takes longer, and routing that is unbalanced before the capture needs "
-    "more memory than is counted here: docs/experts.md#memory",
-    _ROWS: ": most steps of a model whose router has not learned to balance. Graphs without "
-    "experts are faster there: --cuda-graph-modules attn moe_router",
+    _STASH: "Each step takes longer, and routing that is unbalanced before the capture needs more "
+    "memory than is counted here: docs/experts.md#memory",
+    _ROWS: "Those are most steps of a model whose router has not learned to balance. Graphs "
+    "without experts are faster there: --cuda-graph-modules attn moe_router",
 }
-"""Flags that bound rows, and what it costs."""
+"""Flags that bound rows, and what it costs beside steps that are repeated."""
 _ORDER = ("mamba", "attn", "mlp")
 _ROUNDS = 30
 """Each mends at least one error, or is the last."""
@@ -228,9 +228,10 @@ def _asks_of_choice(settings: Settings, best: Tried) -> Iterator[str]:
             yield f"{text}. Instead: {item.remedy.partition(', or ')[0]}"
     for name, cost in _BOUNDS.items():
         if name in best.reasons and best.line.has(name):
-            repeated = "Steps in which a rank gets more rows are repeated eagerly"
-            instead = "Full recompute takes less memory: docs/performance.md#full-recompute"
-            yield f"{name} makes it fit. {repeated}{cost}. {instead}"
+            yield (
+                f"{name} makes it fit. Steps in which a rank gets more rows are repeated eagerly. "
+                f"{cost}. Full recompute takes less memory: docs/performance.md#full-recompute"
+            )
 
 
 def _against_attention(run: RunArguments) -> tuple[Violation, ...]:
