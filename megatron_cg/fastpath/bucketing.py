@@ -67,7 +67,7 @@ from torch import nn
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.gather import RELEASE, REPLACES_RELEASE
-from megatron_cg.fastpath.part import NotApplicableError, find_cell, hook_functions
+from megatron_cg.fastpath.part import NotApplicableError, find_cell
 from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of, require_kernel
 from megatron_cg.fsdp.roles import HOOKS_SCOPE, fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
@@ -167,7 +167,7 @@ class FreedBuffers:
 def order_copies(fsdp: Any) -> patch.Undo:
     """Let Megatron-FSDP's own copies wait; see Note [A buffer that is still read]."""
     store = fsdp.param_and_grad_buffer
-    cell, freed = find_cell(hook_functions(fsdp), _PROCESS), FreedBuffers(fsdp.grad_reduce_pipeline)
+    cell, freed = find_cell(fsdp, _PROCESS), FreedBuffers(fsdp.grad_reduce_pipeline)
     original: Callable[[list[nn.Parameter]], None] = cell.cell_contents
 
     def process(parameters: list[nn.Parameter]) -> None:
@@ -280,12 +280,8 @@ class GradientBucketing:
         self._detached: dict[int, Callable[[], bool]] = {}
         self._partial: dict[int, nn.Parameter] = {}
         """Detached weights that have one part of their gradient and wait for the other part."""
-        self.copies = 0
-        """Number of fused copies so far."""
         self.scales = False
         """Whether copies of whole buckets scale; see ``scaled_copies.py``."""
-        self.scaled = 0
-        """Number of those that did."""
         for number, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
             self._add(number, group)
 
@@ -472,7 +468,6 @@ class GradientBucketing:
     ) -> float | None:
         """Copy gradients; returns by what they were scaled, if all of a bucket may be scaled."""
         self._make_room(bucket)
-        self.copies += 1
         buffer, store = bucket.gradients, self._fsdp.param_and_grad_buffer
         # No other rank has a part of a buffer that is not distributed; it accumulates all
         # microbatches of the step.
@@ -482,7 +477,6 @@ class GradientBucketing:
         if scaled is not None:
             factor = factor_of(store, bucket.number, buffer, pieces[0].dtype)
             if factor is not None and scaled.copy(pieces, gradients, factor, sums=sums):
-                self.scaled += 1
                 return factor
         (torch._foreach_add_ if sums else torch._foreach_copy_)(pieces, gradients)
         return None
@@ -519,8 +513,7 @@ def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]
         raise NotApplicableError(f"{why} pass is done")
     if fsdp.report_nan_in_param_grad:
         raise NotApplicableError("each gradient is checked for NaN by itself")
-    functions = list(hook_functions(fsdp))
-    cell, releasing = find_cell(functions, _PROCESS), find_cell(functions, RELEASE)
+    cell, releasing = find_cell(fsdp, _PROCESS), find_cell(fsdp, RELEASE)
     bucketing, release = GradientBucketing(fsdp, cell.cell_contents), releasing.cell_contents
 
     def release_module_parameters(module: nn.Module, bwd: bool, *lazy: Any, **named: Any) -> None:

@@ -59,7 +59,6 @@ from megatron_cg.upstream.symbols import Symbol
 
 _EXECUTES = Symbol("torch._C:_will_engine_execute_node", "what a backward pass comes to")
 RELIES_ON = (_EXECUTES, CURRENT_PASS, RUN_BACKWARD)
-Gradients = Sequence[torch.Tensor | None]
 _NAMED = (
     "A backward pass that names its inputs, as torch.autograd.grad does, comes to a graph. The "
     "FSDP fast path has detached its weights from autograd, and cannot give gradients to those "
@@ -270,7 +269,7 @@ class DetachedParams:
         now, executes = CURRENT_PASS.cached(), _EXECUTES.cached
         return any(node.computed_in != now and executes(node) for node in self.calls)
 
-    def computed(self, node: Any, gradients: Gradients) -> None:
+    def computed(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take a replay's gradients of all its last arguments; see the notes above."""
         now = node.computed_in = CURRENT_PASS.cached()
         if not _EXECUTES.cached(self._of_leaf):

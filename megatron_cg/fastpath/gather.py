@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test, hook_functions
+from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test
 from megatron_cg.fsdp.roles import HOOKS_SCOPE, fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
 
@@ -216,8 +216,7 @@ def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Iterator[patch.Und
     if fsdp.data_parallel_sharding_strategy == "no_shard":
         raise NotApplicableError("the sharding strategy is no_shard, in which nothing is unsharded")
     store, is_float8 = fsdp.param_and_grad_buffer, float8_test(fsdp)
-    functions = list(hook_functions(fsdp))
-    listed, releasing = find_cell(functions, _LISTED), find_cell(functions, RELEASE)
+    listed, releasing = find_cell(fsdp, _LISTED), find_cell(fsdp, RELEASE)
     # Megatron-FSDP's hooks run only in forward and backward passes, when modules hold their raw
     # parameters. So a list stays valid until the model is wrapped again.
     bucket_of = store.param_to_param_group.__getitem__

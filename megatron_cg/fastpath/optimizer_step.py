@@ -48,6 +48,7 @@ Note [What TE's applier does]
 import logging
 import sys
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
@@ -114,11 +115,10 @@ class IdlePool:
     def __init__(self, pool: tuple[int, int]) -> None:
         self._pool, self._index = pool, torch.cuda.current_device()
         self._device = torch.device("cuda", self._index)
-        free: dict[int, int] = {}
+        free = Counter[int]()
         for segment in torch.cuda.memory_snapshot():
             if tuple(segment["segment_pool_id"]) == pool:
-                unused = segment["total_size"] - segment["allocated_size"]
-                free[segment["stream"]] = free.get(segment["stream"], 0) + unused
+                free[segment["stream"]] += segment["total_size"] - segment["allocated_size"]
         stream = max(free, key=free.__getitem__, default=None)
         self._stream = torch.cuda.ExternalStream(stream) if stream is not None else None
         self._borrowed: dict[Hashable, list[int]] = {}
@@ -433,8 +433,6 @@ class LocalStep:
 
     def __init__(self, adam: Any) -> None:
         self._adam, self._original = adam, adam.step
-        self.calls = 0
-        """Number of calls that were not TE's own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make a step. With arguments or with torch's hooks it is TE's own step."""
@@ -449,7 +447,6 @@ class LocalStep:
             for tensors, numbers in launches:
                 flag = adam._dummy_overflow_buf
                 adam.multi_tensor_adam(applier.chunk_size, flag, tensors, *numbers)
-        self.calls += 1
         return None
 
     def _launches(self) -> list[tuple[list[list[torch.Tensor]], tuple[Any, ...]]] | None:

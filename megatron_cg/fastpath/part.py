@@ -29,7 +29,7 @@ class NotApplicableError(Exception):
     """A part is not applicable to this model; the text says why. Users never see it as an error."""
 
 
-def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
+def _hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
     """The functions behind Megatron-FSDP's hooks of modules and of raw parameters."""
     yield fsdp.post_backward_release_module
     for module in fsdp.module.modules():
@@ -39,13 +39,13 @@ def hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
         yield from (parameter._post_accumulate_grad_hooks or {}).values()
 
 
-def find_cell(functions: Iterable[Callable[..., Any]], name: str) -> CellType:
-    """The cell of the local variable ``name`` of ``_register_fsdp_hooks``.
+def find_cell(fsdp: Any, name: str) -> CellType:
+    """The cell of the local variable ``name`` of ``_register_fsdp_hooks`` that hooks refer to.
 
     Raises UpstreamChangedError if no hook has one.
     """
     distribution = "megatron-core"
-    for hook in functions:
+    for hook in _hook_functions(fsdp):
         package = fsdp_package_of(hook)
         if package is None:
             continue

@@ -17,12 +17,13 @@ from megatron_cg.errors import HookError
 from megatron_cg.experts import grouped_gemm
 from megatron_cg.experts.install import experts_of, use_device_counts
 from megatron_cg.experts.row_bound import RowBound
+from megatron_cg.fastpath.bucketing import GradientBucketing
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.upstream.patch import set_attribute
 from tests.functional.loops import HAS_V2
-from tests.unit.counted import expect
+from tests.unit.counted import calls_of, expect
 from tests.unit.grouped_linear import grouped_experts, in_place_of_te
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import trainer_of
@@ -132,7 +133,8 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         )
         made_of = trainer_of(shape, graphs=graphs, microbatches=MICROBATCHES)
         trainer = undo.enter_context(made_of)
-        steps, counters, parts, scaled = [], Counters(), list[str](), 0
+        steps, counters, parts = [], Counters(), list[str]()
+        factors = undo.enter_context(calls_of(GradientBucketing, "_copy"))
         for step in range(STEPS):
             if graphs and step == WARMUP:
                 session = trainer.capture(TapeBackend(), Agreement(), fast_path=way in FAST)
@@ -149,8 +151,7 @@ def fit(model: Model, way: str) -> dict[str, Any]:
         shown = {name: getattr(counters, name) for name in ("captured", "replayed", "eager")}
         copied = None in lie
         made: dict[str, Any] = {"peers": experts is not None and experts.peers is not None}
-        if parts and "gradients" in parts:
-            scaled = session.fast_path.bucketing.scaled
+        scaled = len(factors) - factors.count(None)
         made |= {"device": device, "parts": list(parts), "kept": kept, "scaled": scaled}
         return {"copied": copied, "steps": steps, **made, **shown}
 

@@ -19,6 +19,7 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import installed_version
+from tests.unit.counted import calls_of
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import UNPOOLED, layers_of, trainer_of
 
@@ -155,6 +156,7 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         if penalty:
             with_penalty(trainer)
         patch.setattr(install_parts, "IdlePool", lambda _pool: backend)
+        copies = stack.enter_context(calls_of(gradients.GradientBucketing, "_copy"))
         numbers = [trainer.step() for _ in range(CAPTURED_AFTER)]
         did: dict[str, Any] = {}
         path: FastPath | None = None
@@ -167,9 +169,8 @@ def trained(options: dict[str, Any], graphs: bool, fast: bool) -> dict[str, Any]
         with edge(trainer):
             numbers += [trainer.step() for _ in range(STEPS - CAPTURED_AFTER - 1)]
         if path is not None:
-            copies = path.bucketing.copies if path.bucketing else 0
             assert not isinstance(backend, BorrowingTape) or backend.poisoned > 0
-            did = {"parts": path.parts, "left out": path.left_out, "copies": copies}
+            did = {"parts": path.parts, "left out": path.left_out, "copies": len(copies)}
         return {"numbers": numbers, "shards": parameter_digests(trainer.model), **did}
 
 

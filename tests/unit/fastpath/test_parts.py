@@ -15,7 +15,7 @@ from megatron_cg.fastpath import install_parts
 from megatron_cg.fastpath.between_passes import REPLACES_EXCHANGE
 from megatron_cg.fastpath.install_parts import install
 from megatron_cg.fastpath.optimizer_step import REPLACES_STEP
-from megatron_cg.fastpath.part import find_cell, hook_functions, unknown_bodies
+from megatron_cg.fastpath.part import find_cell, unknown_bodies
 from megatron_cg.replay.plain import _Identity as Same
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
@@ -36,10 +36,9 @@ def state(fsdp: Any) -> list[Any]:
     """Everything that the parts put something instead of, by identity."""
     store = fsdp.param_and_grad_buffer
     owners = [fsdp, store, *(g.model_weight_buffer for g in store.parameter_groups)]
-    functions = list(hook_functions(fsdp))
     return [
         *({name: Same(value) for name, value in vars(owner).items()} for owner in owners),
-        *(Same(find_cell(functions, name).cell_contents) for name in CELLS),
+        *(Same(find_cell(fsdp, name).cell_contents) for name in CELLS),
         *((name, Same(p)) for name, p in fsdp.module.named_parameters()),
     ]
 
@@ -83,8 +82,8 @@ def test_gradients_wait_no_longer_than_the_backward_pass_of_their_unit(
 def test_a_variable_that_is_gone_is_named_and_nothing_stays_changed(
     fsdp: Any, cell: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find(functions: Any, wanted: str) -> Any:
-        return find_cell([] if wanted == cell else functions, wanted)
+    def find(fsdp: Any, wanted: str) -> Any:
+        return find_cell(fsdp, f"{wanted}_of_old" if wanted == cell else wanted)
 
     before = state(fsdp)
     for module in ("bucketing", "gather"):

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_cg.fastpath import install_parts
 from megatron_cg.fastpath.install_parts import install
-from megatron_cg.fastpath.part import find_cell, hook_functions
+from megatron_cg.fastpath.part import find_cell
 from megatron_cg.fully_shard import models
 from megatron_cg.tape import train
 from megatron_cg.tape.fakes import replaced
@@ -76,7 +76,7 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
     main: Any = torch.cuda.current_stream()
     side: Any = torch.cuda.Stream()
     fsdp = trainer.model.module
-    hook = find_cell(hook_functions(fsdp), "_process_post_backward_gradients")
+    hook = find_cell(fsdp, "_process_post_backward_gradients")
     own = hook.cell_contents
 
     def begins() -> None:
