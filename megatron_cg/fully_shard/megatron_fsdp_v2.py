@@ -108,7 +108,8 @@ class MegatronFsdpV2(PerModule):
 
     def unit_hooks(self, unit: Unit) -> UnitHooks:
         """See :class:`PerModule`. From now on the unit has the sharded modules in its graph."""
-        self._together[unit.layer] = [unit.layer, *filter(is_sharded, unit.graphed)]
+        sharded = (unit.layer, *filter(is_sharded, unit.graphed))
+        self._together[unit.layer] = [*dict.fromkeys(sharded)]  # The layer may be in both.
         return super().unit_hooks(unit)
 
     def stable_memory(self, layers: Sequence[nn.Module]) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from megatron_cg.errors import BufferInUseError, ConfigurationError, HookError, 
 from megatron_cg.fsdp.roles import unsharded_parameters
 from megatron_cg.fully_shard.fsdp2 import FullyShard, own_groups
 from megatron_cg.fully_shard.megatron_fsdp_v2 import _in_order
+from megatron_cg.fully_shard.per_module import Buffer
 from megatron_cg.upstream.patch import combine_undos
 from tests.unit.ranks import on_ranks
 from tests.unit.units.sharded import (
@@ -313,6 +315,8 @@ def memory(way: str, inner: tuple[int, ...]) -> dict[str, Any]:
     def look(run: Run, step: int) -> None:
         if step == LATER:
             found["addresses"] = [[place for place, _ in unit] for unit in storages(run, way)]
+            gc.collect()
+            found["buffers"] = sum(type(one) is Buffer for one in gc.get_objects())
 
     def begins(model: Any, _last: bool) -> Any:
         held = next(iter(model.layers[0].parameters()))
@@ -467,6 +471,7 @@ def test_units_of_one_shape_share_their_unsharded_memory(report: dict[str, Any])
     assert one == two and not set(one) & set(other)
     one, two, three, four, other = (place for (place,) in report["memory"]["v2"]["addresses"])
     assert one == three and two == four and len({one, two, other}) == 3
+    assert [report["memory"][way]["buffers"] for way in ("FSDP2", "v2")] == [2, 3]
 
 
 @pytest.mark.parametrize("way", ["FSDP2", "v2"])
