@@ -160,18 +160,15 @@ class FullyShard(PerModule):
             if hasattr(param, "_unsharded_param"):  # Not before its first all-gather.
                 yield param._unsharded_param, "grad"
 
-    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
+    def in_buffers(
+        self, layer: nn.Module, place: int, buffers: dict[Any, Buffer]
+    ) -> Iterator[Undo]:
         """See Note [One buffer for many units]."""
         _require_reduced(layer)
         for number, group in enumerate(own_groups(layer)):
-            layout = tuple(
-                (output.numel(), output.dtype, output.device)
-                for param in group.fsdp_params
-                for output in param.all_gather_outputs
-            )
-            owner = (number, layout, id(group) if group in self._at_once else None)
-            self._places[group] = place = _Place(group, buffers, owner)
-            yield from place.taken()
+            owner = (number, id(group) if group in self._at_once else None)
+            self._places[group] = _Place(group, buffers, owner)
+            yield from self._places[group].taken()
 
     @contextmanager
     def capturing(self, layers: Sequence[nn.Module]) -> Iterator[None]:
@@ -228,20 +225,20 @@ def _require_reduced(layer: nn.Module) -> None:
 
 
 class _Place(Place):
+    """Each parameter has one output of the all-gather: extensions, with more, are refused."""
+
     @property
     def has_values(self) -> bool:
         return bool(self.group.is_unsharded)
 
-    def memory(self) -> list[list[torch.Tensor]]:
-        return [param.all_gather_outputs for param in self.group.fsdp_params]
+    def memory(self) -> list[torch.Tensor]:
+        return [param.all_gather_outputs[0] for param in self.group.fsdp_params]
 
     def move(self, storages: Storages) -> None:
-        for param, own in zip(self.group.fsdp_params, storages, strict=True):
-            before = param.all_gather_outputs
+        for param, own, before in zip(self.group.fsdp_params, storages, self.memory(), strict=True):
             _point(param, own)
             if self.has_values:
-                for new, old in zip(param.all_gather_outputs, before, strict=True):
-                    new.copy_(old)
+                param.all_gather_outputs[0].copy_(before)
 
     def released(self) -> None:
         if not (self.has_values and self.aside):
@@ -272,7 +269,7 @@ class _Place(Place):
 
     def held_again(self) -> Callable[[], None]:
         """Reshard the group; the returned function gives back to its user what was there."""
-        kept = [[output.untyped_storage() for output in own] for own in self.memory()]
+        kept = [output.untyped_storage() for output in self.memory()]
         self.group._to_sharded()
 
         def again() -> None:
@@ -291,21 +288,19 @@ class _Place(Place):
             self.enter()
         wait()
 
-    def _free(self, param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
+    def _free(self, param: Any, storage: torch.UntypedStorage) -> None:
         self.leave()
         if self.aside:
-            _point(param, storages)
+            _point(param, storage)
 
 
 _OUTSIDE = (TrainingState.IDLE, TrainingState.POST_BACKWARD)
 
 
-def _point(param: Any, storages: Sequence[torch.UntypedStorage]) -> None:
+def _point(param: Any, storage: torch.UntypedStorage) -> None:
     """Make one parameter lie in other memory, as the same ``nn.Parameter``."""
-    pairs = zip(param.all_gather_outputs, storages, strict=True)
     with torch.inference_mode(False):
-        param.all_gather_outputs = [lies_in(old, storage) for old, storage in pairs]
+        gathered = lies_in(param.all_gather_outputs[0], storage)
+        param.all_gather_outputs = [gathered]
         unsharded: torch.Tensor = local(param._unsharded_param)
-        unsharded.data = torch.as_strided(
-            param.all_gather_outputs[0], unsharded.size(), unsharded.stride(), storage_offset=0
-        )
+        unsharded.data = gathered.as_strided(unsharded.size(), unsharded.stride(), 0)

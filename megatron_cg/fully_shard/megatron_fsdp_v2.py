@@ -85,7 +85,6 @@ class MegatronFsdpV2(PerModule):
         super().__init__(model)
         self.groups = [g for each in filter(is_sharded, model.modules()) for g in _groups(each)]
         self._together: dict[nn.Module, list[nn.Module]] = {}
-        self._places: dict[nn.Module, int] = {}
 
     def refusals_of(self, name: str, module: nn.Module) -> Iterator[Violation]:
         """A unit in symmetric memory, or with modules that run elsewhere too."""
@@ -118,10 +117,9 @@ class MegatronFsdpV2(PerModule):
         Raises ConfigurationError if units run in another order than that of their registration.
         """
         _require_order(layers)
-        self._places = {layer: place for place, layer in enumerate(layers)}
         return super().stable_memory(layers)
 
-    def in_buffers(self, layer: Any, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
+    def in_buffers(self, layer: Any, place: int, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
         for module in self._together[layer]:
             _reshard(module)
             yield partial(_reshard, module)
@@ -130,16 +128,12 @@ class MegatronFsdpV2(PerModule):
         trained = [m for m in self._together[layer] if m._num_trainable_parameters]
         if len(trained) > 1:
             yield from _in_order(trained)
-        place = self._places[layer] % 2
         for number, group in enumerate(self._groups_of(layer)):
             placements = getattr(group, "_model_weight_placements", None)
             if placements == group._unsharded_model_weight.placements:
                 yield from _in_place(group, layer._context)
                 continue
-            weights = group._unsharded_model_weight.local_buffer
-            layout = (weights.numel(), weights.dtype, weights.device)
-            owner = (id(layer._context), place, number, layout)
-            yield from _Place(group, buffers, owner).taken()
+            yield from _Place(group, buffers, (id(layer._context), place % 2, number)).taken()
 
     def fill(self, layer: nn.Module) -> None:
         for group in self._groups_of(layer):
@@ -238,13 +232,13 @@ def _reshard(layer: Any) -> None:
 
 
 class _Place(Place):
-    def memory(self) -> list[list[torch.Tensor]]:
-        return [[self.group._unsharded_model_weight.local_buffer]]
+    def memory(self) -> list[torch.Tensor]:
+        return [self.group._unsharded_model_weight.local_buffer]
 
     def move(self, storages: Storages) -> None:
         """See :class:`Place`. A group that moves is not gathered, so it has no values."""
         weights = self.group._unsharded_model_weight
-        weights.local_buffer = lies_in(weights.local_buffer, storages[0][0])
+        weights.local_buffer = lies_in(weights.local_buffer, storages[0])
         for index, parameter in enumerate(unsharded_parameters(self.group)):
             parameter.data = weights.get_local_tensor(index)
 

@@ -26,7 +26,7 @@ from megatron_cg.hooks import HookKind, HookRecord, module_hooks
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import Undo, combined_undo
 
-Storages = Sequence[Sequence[torch.UntypedStorage]]
+Storages = Sequence[torch.UntypedStorage]
 
 
 class Buffer:
@@ -41,8 +41,8 @@ class Buffer:
 class Place:
     """Where the unsharded parameters of one group lie: in a buffer, or aside.
 
-    Groups with equal keys share one of the ``buffers``. Each sharding has a subclass, and its
-    functions are replaced by ones that call :meth:`enter` and :meth:`leave`.
+    Groups with equal keys and memory of one layout share one of the ``buffers``. Each sharding has
+    a subclass, and its functions are replaced by ones that call :meth:`enter` and :meth:`leave`.
     """
 
     has_values: Any = False
@@ -50,18 +50,19 @@ class Place:
 
     def __init__(self, group: Any, buffers: dict[Any, Buffer], key: Hashable) -> None:
         self.group = group
-        if key not in buffers:
-            buffers[key] = Buffer(self.allocate())
-        self.buffer = buffers[key]
+        layout = tuple((one.numel(), one.dtype, one.device) for one in self.memory())
+        if (key, layout) not in buffers:
+            buffers[key, layout] = Buffer(self.allocate())
+        self.buffer = buffers[key, layout]
         self.aside = self.has_values
         """Whether they are in memory of their own, if they are anywhere."""
 
-    def memory(self) -> list[list[torch.Tensor]]:
+    def memory(self) -> list[torch.Tensor]:
         """The memory of the group's unsharded parameters now."""
         raise NotImplementedError
 
     def allocate(self) -> Storages:
-        return [[torch.empty_like(one).untyped_storage() for one in own] for own in self.memory()]
+        return [torch.empty_like(one).untyped_storage() for one in self.memory()]
 
     def move(self, storages: Storages) -> None:
         """Make the same parameters lie in other memory, with their values if they have some."""
@@ -198,16 +199,18 @@ class PerModule(Sharding):
 
             yield register[record.kind](around).remove
 
-    def in_buffers(self, layer: nn.Module, buffers: dict[Any, Buffer]) -> Iterator[Undo]:
-        """Reshard a unit and put its unsharded parameters into buffers, each by its key."""
+    def in_buffers(
+        self, layer: nn.Module, place: int, buffers: dict[Any, Buffer]
+    ) -> Iterator[Undo]:
+        """Reshard the unit at this place in the order, and put its parameters into buffers."""
         raise NotImplementedError
 
     @combined_undo
     def stable_memory(self, layers: Sequence[nn.Module]) -> Iterator[Undo]:
         """Let units share buffers that are not freed. They must have run at least once."""
         buffers: dict[Any, Buffer] = {}
-        for layer in layers:
-            yield from self.in_buffers(layer, buffers)
+        for place, layer in enumerate(layers):
+            yield from self.in_buffers(layer, place, buffers)
 
     def fill(self, layer: nn.Module) -> None:
         """Gather a unit into its buffer, where its weights stay until others need the buffer."""

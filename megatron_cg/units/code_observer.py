@@ -10,7 +10,7 @@ import gc
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,20 +68,21 @@ _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
 class Operations(CallMode):
     """Notes what memory operations in its block use; restores nothing by itself.
 
-    ``root`` is the module whose passes run, for the places of calls. Memory with one of the keys
-    ``parameters`` may hold something else after the pass.
+    ``root`` is the module whose passes run.
     """
 
-    def __init__(self, root: nn.Module, parameters: Collection[int | None] = ()) -> None:
+    def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        self._root, self._parameters = root, frozenset(parameters)
+        self._root = root
+        self._parameters: set[int | None] = set()
+        """The keys of memory that may hold something else after the pass."""
         self.made: dict[int, StorageReference] = {}
         """Memory that operations have made, by its key."""
         self.reads: dict[int, tuple[StorageReference, Use]] = {}
         """Other memory that operations of a forward pass got, by its key, and the first of them."""
         self.writes: list[tuple[torch.Tensor, Use]] = []
         """Other memory that operations wrote to."""
-        self.notes_reads = True
+        self._notes_reads = True
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_pass: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -90,9 +91,12 @@ class Operations(CallMode):
         """Without this, Dynamo would give up for good on code that is first called in the block."""
         return True
 
-    def forget(self) -> None:
-        """Begin with another pass; what restores memory is kept."""
-        self.made, self.reads, self.writes = {}, {}, []
+    def begin(self, *, forward: bool) -> None:
+        """A pass begins, a forward pass with notes of its own; what restores memory is kept."""
+        self._parameters = {key_of(parameter) for parameter in self._root.parameters()}
+        self._notes_reads = forward
+        if forward:
+            self.made, self.reads, self.writes = {}, {}, []
 
     def restore(self) -> None:
         """Restore all memory that was written to and that the block has not made."""
@@ -117,7 +121,7 @@ class Operations(CallMode):
         writes = given if func.namespace == "c10d" else written(func, args, kwargs)
         for tensor in writes:
             self._note_write(tensor, func)
-        if self.notes_reads:
+        if self._notes_reads:
             for tensor in given:
                 self._note_read(tensor, func)
         result = func(*args, **kwargs)
@@ -173,6 +177,7 @@ class CodeObserver:
         self.state = PythonState(graphed, unit.layer.modules())
         self._operations = Operations(unit.layer)
         self._undo = Restores()
+        self._undo.callback(self._operations.restore)
         self._changes: dict[str, str | None] = {}
         """The first of the last forward pass, and of the backward pass after it."""
         self.entries: list[Entry] = []
@@ -183,21 +188,16 @@ class CodeObserver:
     def observed(self, *, forward: bool) -> Iterator[None]:
         """Observe one pass, instead of the last: code may behave differently in its first pass."""
         state, is_first = self.state, not self.state.names
-        if is_first:
-            parameters = {key_of(parameter) for parameter in self._unit.layer.parameters()}
-            self._operations = Operations(self._unit.layer, parameters)
-            self._undo.callback(self._operations.restore)
+        self._operations.begin(forward=forward)
         with ExitStack() as stack:
             stack.callback(self._operations.restore_parameters)
             if forward:
-                self._operations.forget()
                 stack.callback(questions_refused(self._unit, self._samples))
                 stack.enter_context(seeds_refused(self._unit, self._device_type))
                 hooks = partial(self._refuse_hook, torch.Tensor.register_hook)
                 stack.callback(patch.replace_function(torch.Tensor, "register_hook", hooks))
             else:
                 stack.callback(patch.run_instead(RUN_BACKWARD, self._run_backward))
-            self._operations.notes_reads = forward
             stack.enter_context(self._operations)
             state.begin()
             try:

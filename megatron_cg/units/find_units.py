@@ -156,6 +156,10 @@ def _wrong_calls(name: str, call: ObservedCall, observer: Observer) -> Iterator[
         )
 
 
+def label_of(item: UnitName) -> str:
+    return item if isinstance(item, str) else getattr(item, "__qualname__", type(item).__name__)
+
+
 def _means(item: UnitName, name: str, module: nn.Module) -> bool:
     if isinstance(item, str):
         parts, pattern = name.split("."), item.split(".")
@@ -170,9 +174,9 @@ def _no_such_unit(
     shown = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
     reason = f"the model has no such module; it has {shown}"
     remedy = "give names as in model.module.named_modules(), the modules themselves, or their class"
-    label = item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
+    label = label_of(item)
     patterns = [re.sub(r"\b\d+\b", "*", name) for name in known]
-    if not matches and (near := get_close_matches(str(label), [*known, *patterns], 1)):
+    if not matches and (near := get_close_matches(label, [*known, *patterns], 1)):
         remedy = f'type "{near[0]}"'
     for module, name in names.items():
         if module in matches and _is_container(module):

@@ -28,7 +28,7 @@ from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.restore import Restores
 from megatron_cg.telemetry import is_first_rank
 from megatron_cg.units.call import separate
-from megatron_cg.units.find_units import UnitName, check_seen, compiled_unit, find_units
+from megatron_cg.units.find_units import UnitName, check_seen, compiled_unit, find_units, label_of
 from megatron_cg.units.module_unit import ModuleUnit
 from megatron_cg.units.observe import Observer
 from megatron_cg.units.sums import Later
@@ -164,7 +164,7 @@ class GraphedUnits:
         with ExitStack() as undo:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
             undo.callback(self._agreement.close)
-            given |= {"units": [*map(_named, wanted)], "warmup_steps": warmup_steps}
+            given |= {"units": [*map(label_of, wanted)], "warmup_steps": warmup_steps}
             given |= {"separate_inputs": separate_inputs, "recapture": recapture}
             given["backend"] = getattr(backend, "name", backend)
             call_arguments.require_same(self._agreement, "graph_units", given)
@@ -405,10 +405,6 @@ class _AllState(StepState):
             if owner not in self._gradients:
                 grad = getattr(owner, name, None)
                 self._gradients[owner] = name, grad, None if grad is None else grad.clone()
-
-
-def _named(unit: UnitName) -> str:
-    return unit if isinstance(unit, str) else getattr(unit, "__qualname__", type(unit).__name__)
 
 
 graph_units = GraphedUnits

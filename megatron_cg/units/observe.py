@@ -65,11 +65,9 @@ class Observer:
         """By unit, results of this step on the memory of an input or of another result."""
         self.written: set[str] = set()
         """The units whose callers write into such a result."""
-        self._given: Mapping[int, tuple[str, Any, torch.Tensor]] = {}
-        """By id, the names, the memory and the tensors of the call that runs now. They are
+        self._given: dict[int, tuple[str, int | None, int, torch.Tensor]] = {}
+        """By id, the names, memory, earlier writes and tensors of the call that runs now. They are
         kept: its caller may drop one, or it is a compact copy, and a result could get its id."""
-        self._versions: dict[str, int] = {}
-        """By name, how often those on the memory of the unit's buffers had been written."""
         self.overwritten: set[tuple[str, str]] = set()
         """The units that write such an argument, and its name."""
         self._follows: dict[str, set[str]] = {}
@@ -154,11 +152,10 @@ class Observer:
             return
         form = CallSpec.of(module.forward, args, kwargs)
         tensors, _ = form.split(args, kwargs)
-        given = zip(form.names, tensors, strict=True)
-        self._given = {id(one): (name_, key_of(one), one) for name_, one in given}
-        own = {*map(key_of, module.buffers())}
-        inside = ((name_, one) for name_, key, one in self._given.values() if key in own)
-        self._versions = {name_: version_of(one) for name_, one in inside}
+        self._given = {
+            id(one): (argument, key_of(one), version_of(one), one)
+            for argument, one in zip(form.names, tensors, strict=True)
+        }
         if before_step := self._memory.get(name):
             now = _memory_of(module)
             elsewhere = [one for one in now if now[one] != before_step.get(one, now[one])]
@@ -178,8 +175,10 @@ class Observer:
         if not is_trained(module):
             return outputs
         given, self._given = self._given, {}
-        now = {name_: version_of(one) for name_, _, one in given.values()}
-        self.overwritten |= {(name, one) for one, was in self._versions.items() if now[one] != was}
+        own = {*map(key_of, module.buffers())}
+        for argument, key, version, one in given.values():
+            if key in own and version_of(one) != version:
+                self.overwritten.add((name, argument))
         results = [*enumerate(tensors_of(outputs))]
         made = {id(t): t for _, t in results if id(t) not in given}
         used, unwritten = self.sums.ended(name, list(filter(_has_node, made.values())))
@@ -191,14 +190,14 @@ class Observer:
                 noted.append((tensor, strides))
         self.sums.returned(name, noted)
         memory = {id_: key_of(tensor) for id_, tensor in made.items()}
-        counts = Counter([*(one for _, one, _ in given.values()), *memory.values()])
+        counts = Counter([*(one for _, one, *_ in given.values()), *memory.values()])
         shared = {id_: one for id_, one in memory.items() if one and counts[one] > 1}
         self._views += [(name, ReadOnly(made[id_], shares=True)) for id_ in shared]
         for key, tensor in results:
             if (id_ := id(tensor)) in unwritten or id_ in shared:
                 call.unwritten[key] = id_ in shared or call.unwritten.get(key, False)
         call.unwritten.update(
-            (one, True) for one, key, _ in given.values() if key in shared.values()
+            (one, True) for one, key, *_ in given.values() if key in shared.values()
         )
         return outputs
 

@@ -28,16 +28,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import finalize, ref
 
 import torch
 
 from megatron_cg.replay.borders import (
+    CURRENT_PASS,
     INPUTS,
     RUN_BACKWARD,
     Edge,
@@ -49,7 +48,7 @@ from megatron_cg.replay.borders import (
 )
 from megatron_cg.replay.guard import Mismatch, autocast_of
 from megatron_cg.units.layouts import READ, WRITTEN, GradStrides, Note, ObservedResult
-from megatron_cg.upstream.patch import Undo, combine_undos, run_instead
+from megatron_cg.upstream.patch import Undo, combine_undos, run_instead, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -131,17 +130,12 @@ class Sums:
         """By device type: around the last backward pass."""
         self.again: dict[str, str] = {}
         """By unit: how a backward pass ran that no graph can run, in words."""
-        self._numbers, self._number = count(1), 0
-        """Of the backward passes, and of the one that runs."""
 
     def observe_step(self) -> Undo:
         """Look at every backward pass until the returned function is called."""
 
         def run(original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
-            around, self._number = self._number, next(self._numbers)
-            with ExitStack() as stack:
-                stack.callback(setattr, self, "_number", around)
-                stack.callback(combine_undos(self._look(roots, args[0], args[INPUTS] or ())))
+            with undone_after(combine_undos(self._look(roots, args[0], args[INPUTS] or ()))):
                 return original(roots, *args, **kwargs)
 
         return combine_undos((self._forget, run_instead(RUN_BACKWARD, run)))
@@ -206,7 +200,7 @@ class Sums:
     ) -> None:
         for note in notes:
             note(gradients[number])
-        passes.add(self._number)
+        passes.add(CURRENT_PASS.cached())
         if torch.is_grad_enabled():
             self.again[unit] = "with create_graph=True"
         elif len(passes) > 1:
@@ -327,7 +321,7 @@ class Later:
         for node, unit in replays.items():
             if node not in reached or unit not in self._seen:
                 continue
-            inputs, first, last = dict[str, Edge](), node._sequence_nr(), node._sequence_nr() + 1
+            inputs, first = dict[str, Edge](), node._sequence_nr()
             names = self._units[unit].inputs
             for name, following in zip(names, node.next_functions, strict=False):
                 edge = following
@@ -335,8 +329,9 @@ class Later:
                     first = min(first, edge[0]._sequence_nr())
                     edge = edge[0].next_functions[0]
                 inputs[name] = edge
-            seen = replace(self._seen[unit], inputs=inputs, outputs=reached[node], replayed=True)
-            what = _crossing(replace(seen, first=first, last=last), users, several, varies=False)
+            call = replace(self._seen[unit], inputs=inputs, outputs=reached[node], first=first)
+            call.last, call.replayed = node._sequence_nr() + 1, True
+            what = _crossing(call, users, several, varies=False)
             if what is not None:
                 self._refuse(what, unit)
 
