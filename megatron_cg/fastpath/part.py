@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cg.fsdp.roles import HOOKS_SCOPE, PLACES, fsdp_function, fsdp_package_of
-from megatron_cg.hooks import innermost
+from megatron_cg.hooks import innermost, module_hooks
 from megatron_cg.upstream.patch import cells_of
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -33,8 +33,7 @@ def _hook_functions(fsdp: Any) -> Iterator[Callable[..., Any]]:
     """The functions behind Megatron-FSDP's hooks of modules and of raw parameters."""
     yield fsdp.post_backward_release_module
     for module in fsdp.module.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            yield from hooks.values()
+        yield from (record.fn for record in module_hooks(module))
     for parameter in fsdp.param_and_grad_buffer.params:
         yield from (parameter._post_accumulate_grad_hooks or {}).values()
 

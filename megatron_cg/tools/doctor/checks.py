@@ -235,7 +235,7 @@ def look(backend: str) -> tuple[dict[str, Any], list[Finding]]:
     """What each stage finds, and an error for each that fails."""
     found: dict[str, Any] = {}
     failed = []
-    for name, stage in stages(backend).items():
+    for name, stage in stages(backend):
         try:
             found[name] = stage()
         except (Exception, SystemExit) as raised:
@@ -282,20 +282,17 @@ _NOT_USED = {schema.TAPE: (_OF_TE,), schema.NATIVE: (_OF_THE_TAPE, _OF_TE)}
 """Modules that a backend has no use for. With ``native``, TE's layers may be in the model."""
 
 
-def stages(backend: str) -> dict[str, Callable[[], Any]]:
-    stages_here: dict[str, Callable[[], Any]] = {
-        "machine": platform.platform,
-        "versions": lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)},
-    }
+def stages(backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield "machine", platform.platform
+    yield "versions", lambda: {n: installed_version(n) for n in (*PACKAGES, *FRAMEWORKS)}
     if installed_version("torch"):
-        stages_here["torch"] = look_at_torch
+        yield "torch", look_at_torch
         if backend != schema.TAPE:
-            stages_here["driver"] = look_at_driver
-        if backend == schema.TRANSFORMER_ENGINE and installed_version("transformer-engine"):
-            stages_here["transformer-engine"] = look_at_engine
+            yield "driver", look_at_driver
+        if backend == schema.TRANSFORMER_ENGINE and installed_version(_TE):
+            yield _TE, look_at_engine
         if installed_version("megatron-core"):
-            stages_here["symbols"] = lambda: look_up(backend)
-    return stages_here
+            yield "symbols", lambda: look_up(backend)
 
 
 def look_at_torch() -> dict[str, Any]:

@@ -194,7 +194,8 @@ def test_a_stage_that_failed_is_an_error_and_what_depends_on_it_is_not_looked_at
     def fails() -> None:
         raise ImportError("no libcudart")
 
-    monkeypatch.setattr(checks, "stages", lambda _: {"machine": lambda: "Linux", "torch": fails})
+    made = ("machine", lambda: "Linux"), ("torch", fails)
+    monkeypatch.setattr(checks, "stages", lambda _: made)
     found, (failed,) = look(TAPE)
     assert found == {"machine": "Linux"} and (failed.check, failed.level) == ("torch", ERROR)
     assert failed.found == "looking at torch failed: ImportError: no libcudart"
