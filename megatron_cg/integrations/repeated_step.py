@@ -237,6 +237,9 @@ class _Holder:
             if other is not value and (self._counts(key, value) or self._counts(key, other)):
                 change = partial(setattr, parts) if isinstance(parts, type) else parts.__setitem__
                 change(key, value)
+        if not self._namespace and list(map(id, parts)) != list(map(id, saved)):
+            for key in saved:  # The order of keys may be that of a sum.
+                parts[key] = parts.pop(key)
 
     def _copy(self) -> dict[Any, Any]:
         return dict(self._now if self._has_keys else enumerate(self._now))

@@ -46,7 +46,7 @@ def flat(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
-        return {key: flat(one) for key, one in value.items()}
+        return [(key, flat(one)) for key, one in value.items()]
     return [flat(one) for one in value] if isinstance(value, list) else value
 
 
@@ -72,6 +72,7 @@ def mix(module: Counting) -> None:
     module.history.append(2)
     module.sums["of"]["layer"] += 1
     module.sums["new"] = 1
+    module.sums["loss"] = module.sums.pop("loss")
     del module.sums["none"]
     module.made = 1
 

@@ -48,6 +48,21 @@ def passes(training: Training, x: torch.Tensor, fault: Callable[[Any], object]) 
     return total
 
 
+class Sharded(torch.nn.BatchNorm1d):
+    """The gradients of its bias are summed elsewhere, as Megatron-FSDP does."""
+
+    def __init__(self) -> None:
+        super().__init__(plain.WIDTH)
+        SUM.zero_()
+        self.bias.register_post_accumulate_grad_hook(add_gradient)
+        self.zero_grad_buffer = SUM.zero_
+
+
+def add_gradient(bias: Any) -> None:
+    SUM.add_(bias.grad)
+
+
+SUM = torch.zeros(plain.WIDTH)
 AROUND: list[Any] = []
 """A module and a leaf that are not the model's: gradients and buffers."""
 
@@ -69,16 +84,17 @@ def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: in
 
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         in_turn(run.model, x.detach()).square().sum().backward()  # outside of what is verified
+        SUM.zero_()
         verified = partial(passes, run, x.detach(), fault_now)
         return verified() if graphs is None else graphs.verified(verified)
 
     training = Training(counting, microbatch)
-    AROUND[:] = torch.nn.BatchNorm1d(plain.WIDTH), torch.ones((), requires_grad=True)
+    AROUND[:] = Sharded(), torch.ones((), requires_grad=True)
     options: Any = {"verify_steps": 1, "verify_interval": 1, "on_mismatch": on_mismatch}
     graphs = training.graphs(**options) if on_mismatch else None
     with graphs if graphs is not None else nullcontext():
         numbers = list(training.run(graphs))
-    numbers += [*AROUND[0].buffers(), AROUND[0].weight.grad, AROUND[1].grad]
+    numbers += [*AROUND[0].buffers(), AROUND[0].weight.grad, AROUND[1].grad, SUM.clone()]
     return numbers, graphs.counters.as_dict() if graphs is not None else {}
 
 
