@@ -347,6 +347,9 @@ class GraphedUnits:
         return session
 
 
+_CLEAR = "zero_grad_buffer"
+
+
 class _AllState(StepState):
     """Also gradients, and what a step meets around the model, saved as it comes to it."""
 
@@ -354,15 +357,15 @@ class _AllState(StepState):
         sharding, self._units = session.sharding, session.units
         super().__init__([sharding.network], self._units)
         self._sharding, self._met = sharding, {sharding.wrapped, *sharding.network.modules()}
-        self._wrapped = [sharding.wrapped]
-        """And what the step meets: those of Megatron have buffers of gradients."""
+        self._sharded: list[Any] = [m for m in self._met if hasattr(m, _CLEAR)]
+        """With those that the step meets: models of Megatron, with buffers of gradients."""
         self._around, self._gradients = list[StepState](), WeakIdKeyDictionary()
         self._keep(self._owners())
 
     def observe(self, step: Callable[[], Any]) -> Any:
         def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._met:
-                self._wrapped.append(module)
+                self._sharded += (one for one in module.modules() if hasattr(one, _CLEAR))
                 self._around.append(StepState([module], self._units))
                 self._met.update(module.modules())
                 self._keep((parameter, "grad") for parameter in module.parameters())
@@ -381,8 +384,8 @@ class _AllState(StepState):
         now = {owner: (name, None, None) for owner, name in self._owners()}
         with Restores() as stack:
             stack.callback(super().restore)
-            for wrapped in self._wrapped:
-                stack.callback(getattr(wrapped, "zero_grad_buffer", lambda: None))
+            for model in self._sharded:
+                stack.callback(getattr(model, _CLEAR))
             for owner, (name, grad, values) in (now | dict(self._gradients)).items():
                 stack.restore("a gradient", setattr, owner, name, grad)
                 if grad is not None:
