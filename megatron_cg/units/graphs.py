@@ -51,6 +51,11 @@ _NO_UNITS = Violation(
 _ALIKE = (
     "Run the same steps and passes on all ranks. To train without graphs: leave graph_units out."
 )
+_HAS_GRADIENTS = Violation(
+    *("verify-steps", "a model of Megatron has gradients from before graphs.verified"),
+    "a verified step is trained twice, each time from cleared gradients",
+    "call zero_grad before graphs.verified, and all backward passes of the step in it",
+)
 _NOT_VERIFIED = Violation(
     "step-not-verified",
     "verify_steps, and a step that did not give its passes to graphs.verified()",
@@ -347,9 +352,6 @@ class GraphedUnits:
         return session
 
 
-_CLEAR = "zero_grad_buffer"
-
-
 class _AllState(StepState):
     """Also gradients, and what a step meets around the model, saved as it comes to it."""
 
@@ -357,15 +359,15 @@ class _AllState(StepState):
         sharding, self._units = session.sharding, session.units
         super().__init__([sharding.network], self._units)
         self._sharding, self._met = sharding, {sharding.wrapped, *sharding.network.modules()}
-        self._sharded: list[Any] = [m for m in self._met if hasattr(m, _CLEAR)]
-        """With those that the step meets: models of Megatron, with buffers of gradients."""
+        self._cleared = [*map(_with_no_gradients, self._met)]
+        """What clears the gradients of each model of Megatron that the step has met."""
         self._around, self._gradients = list[StepState](), WeakIdKeyDictionary()
         self._keep(self._owners())
 
     def observe(self, step: Callable[[], Any]) -> Any:
         def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._met:
-                self._sharded += (one for one in module.modules() if hasattr(one, _CLEAR))
+                self._cleared += map(_with_no_gradients, module.modules())
                 self._around.append(StepState([module], self._units))
                 self._met.update(module.modules())
                 self._keep((parameter, "grad") for parameter in module.parameters())
@@ -384,8 +386,8 @@ class _AllState(StepState):
         now = {owner: (name, None, None) for owner, name in self._owners()}
         with Restores() as stack:
             stack.callback(super().restore)
-            for model in self._sharded:
-                stack.callback(getattr(model, _CLEAR))
+            for clear in self._cleared:
+                stack.callback(clear)
             for owner, (name, grad, values) in (now | dict(self._gradients)).items():
                 stack.restore("a gradient", setattr, owner, name, grad)
                 if grad is not None:
@@ -412,6 +414,20 @@ class _AllState(StepState):
             if owner not in self._gradients:
                 grad = getattr(owner, name, None)
                 self._gradients[owner] = name, grad, None if grad is None else grad.clone()
+
+
+def _with_no_gradients(model: Any) -> Callable[[], None]:
+    """What clears the gradients that a model of Megatron gets; nothing for any other module.
+
+    Raises ConfigurationError if it already has some, which would be lost.
+    """
+    clear: Callable[[], None] = getattr(model, "zero_grad_buffer", lambda: None)
+    if (store := getattr(model, "param_and_grad_buffer", None)) is not None:
+        buffers = [group.main_grad_buffer for group in store.parameter_groups]
+        waits = model.grad_reduce_pipeline.grad_reduce_queue
+        if waits or any(one is not None and one.data.any() for one in buffers):
+            raise ConfigurationError([_HAS_GRADIENTS])
+    return clear
 
 
 graph_units = GraphedUnits
