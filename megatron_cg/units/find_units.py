@@ -176,7 +176,8 @@ def _no_such_unit(
     remedy = "give names as in model.module.named_modules(), the modules themselves, or their class"
     label = label_of(item)
     patterns = [re.sub(r"\b\d+\b", "*", name) for name in known]
-    if not matches and (near := get_close_matches(label, [*known, *patterns], 1)):
+    name_of_class = getattr(item, "__name__", label)
+    if not matches and (near := get_close_matches(name_of_class, [*known, *patterns], 1)):
         remedy = f'type "{near[0]}"'
     for module, name in names.items():
         if module in matches and _is_container(module):

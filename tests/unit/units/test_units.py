@@ -63,6 +63,11 @@ def test_what_may_be_meant_is_to_be_typed() -> None:
         with pytest.raises(ConfigurationError, match=r'Remedy: type "model\.layers\.\*"'):
             graph_units(model, units, backend="tape")
 
+    class Model(nn.Module): ...  # Its qualified name begins with that of this function.
+
+    with pytest.raises(ConfigurationError, match='Remedy: type "model"'):
+        graph_units(model, Model, backend="tape")
+
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_old_weights_are_refused(strategy: str, one_rank: None) -> None:
