@@ -13,8 +13,8 @@ Note [Switches of torch]
 Note [What counts]
     Of a module its floats, strings, enums, tuples of plain values and functions, None that becomes
     such a value, and new attributes that take the place of a method. Integers and booleans are left
-    out, since modules count passes with them, and None of TE's modules, which fill it in their
-    first pass. Of a config everything plain that layers may read, and of a class its functions.
+    out: modules count passes with them. An attribute that is None in a module of TE is left out
+    too. Of a config everything plain that layers may read, and of a class its functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
