@@ -310,8 +310,8 @@ class _GradientTable:
 
     def relocate(self) -> None:
         self.borrowed = False
-        copied = (rows for cast, rows in self._rows.items() if cast is not None)
-        for _, gradient, _ in chain.from_iterable(copied):  # A name for a copy would hold it below.
+        casts = (rows for cast, rows in self._rows.items() if cast is not None)
+        for _, gradient, _ in chain.from_iterable(casts):  # A name for a copy would hold it below.
             if gradient._local_tensor is not None:
                 gradient._local_tensor = gradient._local_tensor.clone()
         if self._scratch is not None:
