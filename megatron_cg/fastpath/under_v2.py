@@ -60,7 +60,7 @@ from torch.distributed.tensor import DTensor
 from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.optimizer_step import IdlePool, copied, inner_optimizers
-from megatron_cg.fastpath.part import NotApplicableError
+from megatron_cg.fastpath.part import NotApplicableError, known
 from megatron_cg.fsdp.roles import fsdp_v2, unsharded_parameters
 from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream import patch
@@ -104,17 +104,15 @@ REPLACES_HOOKS = (
 )
 _FILLS: Any = torch.utils.deterministic
 _OPTIMIZER = "megatron.core.optimizer.fully_sharded_optimizer"
+_OWN = f"{_OPTIMIZER}:FullyShardedOptimizer"
 _CAST, _STEP = "_copy_model_grads_to_main_grads", "step_with_ready_grads"
 _IN_CORE = Version(installed_version("megatron-core") or "0") >= Version("0.20.dev0")
 """Whether megatron-core has an optimizer for v2."""
-REPLACES_CASTS = tuple(
-    Symbol(f"{_OPTIMIZER}:FullyShardedOptimizer.{name}", expected, fingerprints=(fingerprint,))
-    for name, expected, fingerprint in (
-        (_CAST, "what casts gradients for a step", "08a0433627ba6292"),
-        (_STEP, "what drops the casts", "c05e44ef34e51e62"),
-    )
-    if _IN_CORE
+_CASTS = (
+    known(f"{_OWN}.{_CAST}", "what casts gradients for a step", "08a0433627ba6292"),
+    known(f"{_OWN}.{_STEP}", "what drops the casts", "c05e44ef34e51e62"),
 )
+REPLACES_CASTS = _CASTS if _IN_CORE else ()
 _SPAN = Symbol(
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:record_function", "a profiler's span"
 )

@@ -359,7 +359,7 @@ class _AllState(StepState):
         sharding, self._units = session.sharding, session.units
         super().__init__([sharding.network], self._units)
         self._sharding, self._met = sharding, {sharding.wrapped, *sharding.network.modules()}
-        self._cleared = [*map(_with_no_gradients, self._met)]
+        self._cleared = [*map(with_no_gradients, self._met)]
         """What clears the gradients of each model of Megatron that the step has met."""
         self._around, self._gradients = list[StepState](), WeakIdKeyDictionary()
         self._keep(self._owners())
@@ -367,7 +367,7 @@ class _AllState(StepState):
     def observe(self, step: Callable[[], Any]) -> Any:
         def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._met:
-                self._cleared += map(_with_no_gradients, module.modules())
+                self._cleared += map(with_no_gradients, module.modules())
                 self._around.append(StepState([module], self._units))
                 self._met.update(module.modules())
                 self._keep((parameter, "grad") for parameter in module.parameters())
@@ -416,7 +416,7 @@ class _AllState(StepState):
                 self._gradients[owner] = name, grad, None if grad is None else grad.clone()
 
 
-def _with_no_gradients(model: Any) -> Callable[[], None]:
+def with_no_gradients(model: Any) -> Callable[[], None]:
     """What clears the gradients that a model of Megatron gets; nothing for any other module.
 
     Raises ConfigurationError if it already has some, which would be lost.

@@ -115,6 +115,14 @@ TE_VERSION = REQUIREMENT.rpartition(f"{TE}==")[2].strip()
 
 
 @pytest.fixture
+def deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def hopper_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What Megatron's rules ask of the machine: a GPU of compute capability 9.0."""
     capability = SimpleNamespace(major=9, minor=0)

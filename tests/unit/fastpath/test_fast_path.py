@@ -1,5 +1,6 @@
 """The fast path trains the very numbers of Megatron-FSDP's own bookkeeping."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -224,11 +225,11 @@ def with_penalty(trainer: Any) -> None:
         layer.mlp.forward = partial(forward, layer, layer.mlp.forward)
 
 
-def with_frozen(make: Callable[..., Any], name: str) -> Callable[..., Any]:
+def with_frozen(make: Callable[..., Any], names: str) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         model = make(*args, **kwargs)
         for key, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in key)
+            parameter.requires_grad_(not re.search(names, key))
         return model
 
     return made

@@ -28,6 +28,7 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import Symbol
+from tests.unit.fastpath.test_fast_path import with_frozen
 from tests.unit.fastpath.test_main_weights import Scratch
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import layers_of, trainer_of
@@ -192,21 +193,16 @@ def test_packed_gradients_are_those_of_v2(groups: Any, name: str) -> None:
     assert group.allocate_partial_grad_buffer() is not packed
 
 
-def test_gaps_between_gradients_have_what_v2_leaves_there(groups: Any) -> None:
-    group, before = groups[1], torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    gaps = []
-    try:
-        undo = under_v2.pack_gradients(groups)
-        for _ in range(2):
-            gradients_of(group, 0, CHANGES["as they are"])
-            packed = group.allocate_partial_grad_buffer()
-            group.copy_gradients_to_partial_buffer(packed)
-            gaps.append(int(packed.local_buffer.isnan().sum()))
-            group.reduce_partial_gradients(packed)
-        undo()
-    finally:
-        torch.use_deterministic_algorithms(before)
+def test_gaps_between_gradients_have_what_v2_leaves_there(groups: Any, deterministic: None) -> None:
+    group, gaps = groups[1], []
+    undo = under_v2.pack_gradients(groups)
+    for _ in range(2):
+        gradients_of(group, 0, CHANGES["as they are"])
+        packed = group.allocate_partial_grad_buffer()
+        group.copy_gradients_to_partial_buffer(packed)
+        gaps.append(int(packed.local_buffer.isnan().sum()))
+        group.reduce_partial_gradients(packed)
+    undo()
     filled = sum(p.numel() for p in unsharded_parameters(group))
     assert gaps == [packed.local_buffer.numel() - filled] * 2 and gaps[0] > 0
 
@@ -324,15 +320,6 @@ def test_a_weight_without_a_gradient_is_not_counted(hooked: Any) -> None:
     assert said == [] and weights[0].grad is None
 
 
-class OfNorms(GPTModel):  # type: ignore[misc]
-    """Trains one weight of each layer, which its graph and its eager part use."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_("input_layernorm.weight" in name or "layers" not in name)
-
-
 def with_penalty(layer: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
     output, bias = own(*args, **kwargs)
     return output + layer.input_layernorm.weight.square().sum() * 1e-2, bias
@@ -347,7 +334,9 @@ def of_norms(graphs: bool) -> Any:
         fsdp_options={"megatron_fsdp_version": 2},
     )
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr("megatron_cg.tape.train.GPTModel", OfNorms)
+        # One weight of each layer is trained, which its graph and its eager part use.
+        own = with_frozen(GPTModel, r"layers\.(?!.*input_layernorm\.weight)")
+        patch.setattr("megatron_cg.tape.train.GPTModel", own)
         trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=2))
         for layer in layers_of(trainer):
             layer.mlp.forward = partial(with_penalty, layer, layer.mlp.forward)

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from megatron_cg.tape.train import build
+from megatron_cg.tape.training_plan import CpuModelConfig
+from megatron_cg.units.graphs import with_no_gradients
 from tests.unit.units import plain
 from tests.unit.units.plain import Training, Unit, in_turn, same, units
 
@@ -126,7 +129,7 @@ def test_a_fault_is_named_and_training_goes_on_as_eagerly(name: str) -> None:
     assert same(found, train(None, nothing, 0)[0]) and counts["steps_differed"] == 1
 
 
-def test_a_step_that_changes_what_is_not_restored_is_told_so() -> None:
+def test_a_step_that_changes_what_is_not_restored_is_told_so(deterministic: None) -> None:
     numbers = count(1)
 
     def microbatch(run: Training, x: torch.Tensor) -> Any:
@@ -134,12 +137,8 @@ def test_a_step_that_changes_what_is_not_restored_is_told_so() -> None:
 
     training = Training(microbatch=microbatch)
     told = pytest.raises(ReplayMismatchError, match="Two eager trainings of it differ too")
-    torch.use_deterministic_algorithms(True)
-    try:
-        with training.graphs(verify_steps=1, on_mismatch="error") as graphs, told:
-            list(training.run(graphs))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with training.graphs(verify_steps=1, on_mismatch="error") as graphs, told:
+        list(training.run(graphs))
 
 
 def test_a_step_that_is_due_gives_its_passes_to_verified() -> None:
@@ -149,3 +148,10 @@ def test_a_step_that_is_due_gives_its_passes_to_verified() -> None:
         pytest.raises(ConfigurationError, match=r"graphs\.verified\(lambda: train\(batch\)\)"),
     ):
         list(training.run(graphs))
+
+
+def test_gradients_of_megatron_from_before_are_refused() -> None:
+    fsdp = build(CpuModelConfig(layers=1, hidden_size=16)).module
+    fsdp.param_and_grad_buffer.parameter_groups[0].main_grad_buffer.data[0] = 1
+    with pytest.raises(ConfigurationError, match=r"has gradients from before graphs\.verified"):
+        with_no_gradients(fsdp)
