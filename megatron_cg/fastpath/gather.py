@@ -95,7 +95,6 @@ class DeferredPrefetch:
         self._buckets: tuple[Key, ...] = ()
         """What the held gather looks at."""
         self._pipeline: Any = None
-        self._absent: tuple[Any, ...] = ()
         self._since: Any = None
         """Where Megatron-FSDP would have issued what is held."""
         self._beside: Any = None
@@ -111,7 +110,6 @@ class DeferredPrefetch:
         self._since, self._beside = torch.cuda.Event(), torch.cuda.Stream()
         upstream: Any = inspect.getmodule(type(pipeline))
         forward, gather = upstream.PrefetchOrder.FORWARD_PASS_ORDER, getattr(pipeline, _GATHER)
-        self._absent = tuple(getattr(upstream.BucketStatus, name) for name in _ABSENT)
         ready, known = upstream.BucketStatus.READY_TO_USE, dict[Any, tuple[Key, ...]]()
 
         @cache
@@ -153,7 +151,7 @@ class DeferredPrefetch:
         if self._held is None:
             return
         status, group_of = self._pipeline.bucket_status, self._pipeline.bucket_to_bucket_group
-        missing = [key for key in self._buckets if status[key] in self._absent]
+        missing = [key for key in self._buckets if status[key].name in _ABSENT]
         stream = self._pipeline.ag_stream
         if stream is None or len({group_of[bucket] for bucket, _ in missing}) < len(missing):
             self._beside.wait_event(self._since)

@@ -44,8 +44,6 @@ def allow_graphs() -> Undo:
     apply. Weights are written in order; see the note above. Before 0.20 megatron-core has no v2.
     A v2 that has changed keeps its rules, which refuse such models; ``megatron-cg doctor`` says so.
     """
-    if _MODEL is None:
-        return lambda: None
     try:
         _MEMORY.find()
         rules, mended = _RULES.find(), run_instead(_CAST, _cast)

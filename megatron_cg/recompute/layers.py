@@ -27,6 +27,11 @@ Note [Lost gradients]
     Megatron's checkpoint is an autograd function of a layer's input alone, which needs no gradient
     behind a frozen embedding (``tensor_parallel/random.py``, ``CheckpointFunction``). A replay is a
     function of the weights too. So the input of a block must need one, also after the capture.
+
+Note [Frozen weights]
+    ``torch.matmul`` of a 3D input and a weight that needs no gradient looks at strides, also of a
+    dimension of size 1 (``should_fold`` of ``LinearAlgebra.cpp``). Embeddings of one sequence have
+    others than a tensor that was made so, and keep them in Megatron's checkpoint alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +40,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CheckpointFunction
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
@@ -61,6 +68,12 @@ _MTP = Symbol(
     fingerprints=("d9391af079bd5b25",),
 )
 RELIES_ON = (_CHECKPOINTS, _MTP)
+_MULTIPLY = (ColumnParallelLinear, RowParallelLinear, SharedExpertMLP, nn.Linear)
+_FROZEN = (
+    "{flag:--recompute-granularity full}, and a frozen weight that torch.matmul multiplies",
+    "it chooses its kernel by strides that Megatron's checkpoint keeps, and a graph does not",
+    "{add:--transformer-impl transformer_engine}, or {type:--recompute-granularity selective}",
+)
 _CALLERS = (TransformerBlock, MultiTokenPredictionLayer)
 """They ask their config whether to put checkpoints around the layers that they call."""
 
@@ -106,6 +119,10 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[pa
     begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
     if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):
         raise _lost_gradients()
+    modules = (m for c in callers for layer in _recomputed(c) for m in layer.modules())
+    weights = (p for m in modules if isinstance(m, _MULTIPLY) for p in m.parameters(recurse=False))
+    if any(p.dim() == 2 and not p.requires_grad for p in weights):
+        raise ConfigurationError([Violation("full-recompute-frozen-weights", *map(say, _FROZEN))])
     for caller in callers:
         yield from map(_recompute, _recomputed(caller))
         if isinstance(caller, TransformerBlock):

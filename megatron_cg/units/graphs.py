@@ -47,7 +47,6 @@ _NO_UNITS = Violation(
     "no unit would be captured",
     'units=["layers.*"], with names as in model.module.named_modules()',
 )
-
 _ALIKE = (
     "Run the same steps and passes on all ranks. To train without graphs: leave graph_units out."
 )
@@ -63,7 +62,6 @@ _NOT_VERIFIED = Violation(
     "loss = graphs.verified(lambda: train(batch)) before optimizer.step(), or leave verify_steps "
     "out",
 )
-
 _COMPILED = compiled_unit("torch.compile was called on a unit, or on what calls one")
 _AGAIN = (
     " If it stays so, pass recapture=N to graph_units. Or capture again, on all ranks between two "
@@ -73,8 +71,6 @@ _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
     "GROUP = torch.distributed.new_group(RANKS), which all ranks call"
 )
-
-
 _PROCESS_GROUP = Takes(
     lambda one: one is None or (isinstance(one, dist.ProcessGroup) and dist.get_rank(one) >= 0),
     "a process group of torch.distributed with this rank in it; None: all ranks",

@@ -239,8 +239,7 @@ def restored_to(holder: Any, before: Any) -> None:
     """Restore a dictionary, list or set to what it had ``before``."""
     if isinstance(holder, dict):
         if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
-            for key in [*holder]:
-                del holder[key]
+            holder.clear()
         for key, value in before.items():  # Threads may read what stays.
             if key not in holder or holder.get(key) is not value:
                 holder[key] = value

@@ -12,7 +12,7 @@ Note [Gradients from outside]
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -36,7 +36,7 @@ from megatron_cg.units.unsharded import Unsharded
 from megatron_cg.upstream.patch import add_observer
 
 
-@dataclass(frozen=True)
+@dataclass
 class ObservedCall:
     form: CallSpec
     makers: Sequence[Callable[[], torch.Tensor]]
@@ -45,9 +45,9 @@ class ObservedCall:
     """Around its forward pass."""
     recompute: tuple[str, str, str] | None
     """Of a call of the step that is recomputed; see :func:`recompute_around`."""
-    gradients: dict[Any, GradStrides]
+    gradients: dict[Any, GradStrides] = field(default_factory=dict)
     """How the gradients came of all that it returned, by number."""
-    unwritten: dict[Any, bool]
+    unwritten: dict[Any, bool] = field(default_factory=dict)
     """The numbers of results, and the names of arguments that nobody may write into behind a
     replay, and whether they share memory; see Note [Results that are views] in ``sums.py``."""
 
@@ -160,15 +160,12 @@ class Observer:
             now = _memory_of(module)
             elsewhere = [one for one in now if now[one] != before_step.get(one, now[one])]
             self.moved.update((name, one) for one in elsewhere[:1])
-        before = self._now.get(name)
-        self._now[name] = ObservedCall(
-            form,
-            [*map(_maker, tensors)],
-            autocast_now(tensors[0].device.type if tensors else "cpu"),
-            (before.recompute if before else None) or recompute_around(),
-            before.gradients if before else {},
-            before.unwritten if before else {},
-        )
+        autocast = autocast_now(tensors[0].device.type if tensors else "cpu")
+        call = ObservedCall(form, [*map(_maker, tensors)], autocast, recompute_around())
+        if (before := self._now.get(name)) is not None:
+            call.recompute = before.recompute or call.recompute
+            call.gradients, call.unwritten = before.gradients, before.unwritten
+        self._now[name] = call
         self.sums.begun(name, form.by_name(tensors))
 
     def _look_back(self, name: str, module: nn.Module, _args: Any, outputs: Any) -> Any:
@@ -179,21 +176,15 @@ class Observer:
         for argument, key, version, one in given.values():
             if key in own and version_of(one) != version:
                 self.overwritten.add((name, argument))
-        results = [*enumerate(tensors_of(outputs))]
-        made = {id(t): t for _, t in results if id(t) not in given}
-        used, unwritten = self.sums.ended(name, list(filter(_has_node, made.values())))
-        call, noted = self._now[name], list[tuple[torch.Tensor, GradStrides]]()
-        for key, tensor in results:
-            if id(tensor) in made and tensor.requires_grad and not tensor.is_leaf:
-                strides = call.gradients.setdefault(key, GradStrides(f"result {key}"))
-                strides.begin(tensor, is_used=id(tensor) in used)
-                noted.append((tensor, strides))
-        self.sums.returned(name, noted)
+        results = {n: t for n, t in enumerate(tensors_of(outputs)) if id(t) not in given}
+        made, call = {id(t): t for t in results.values()}, self._now[name]
+        with_nodes = {n: t for n, t in results.items() if _has_node(t)}
+        unwritten = self.sums.ended(name, with_nodes, call.gradients)
         memory = {id_: key_of(tensor) for id_, tensor in made.items()}
         counts = Counter([*(one for _, one, *_ in given.values()), *memory.values()])
         shared = {id_: one for id_, one in memory.items() if one and counts[one] > 1}
         self._views += [(name, ReadOnly(made[id_], shares=True)) for id_ in shared]
-        for key, tensor in results:
+        for key, tensor in results.items():
             if (id_ := id(tensor)) in unwritten or id_ in shared:
                 call.unwritten[key] = id_ in shared or call.unwritten.get(key, False)
         call.unwritten.update(

@@ -151,9 +151,9 @@ class PythonState:
                     yield what
                 continue
             for key in {**before, **holder}:
-                matters = not has_names or self._is_read(key)
-                same = (key in before) is (key in holder)  # None may be a value.
-                if matters and not (same and same_value(before.get(key), holder.get(key))):
+                # None may be a value.
+                is_same = same_value(before.get(key, self), holder.get(key, self))
+                if not is_same and (not has_names or self._is_read(key)):
                     yield attribute(what, key) if has_names else held.item(what, key)
             keeps_keys = before.keys() == holder.keys()  # Others are told above.
             if keeps_keys and not has_names and not same_value([*before], [*holder]):

@@ -151,15 +151,17 @@ class Sums:
         call = _Call(unit, _NUMBER.find()(), edges, cast=set() if keeps else None)
         self._calls.append(call)
 
-    def ended(self, unit: str, outputs: Sequence[torch.Tensor]) -> tuple[set[int], set[int]]:
-        """It has made and returned these tensors.
+    def ended(
+        self, unit: str, results: Mapping[int, torch.Tensor], gradients: dict[Any, GradStrides]
+    ) -> set[int]:
+        """It has made and returned these tensors, by number; ``gradients`` get what comes for them.
 
-        Returns the ids of those that it uses itself, and of those that nobody may write into.
+        Returns the ids of those that nobody may write into.
         """
         call = next((call for call in reversed(self._calls) if call.unit == unit), None)
         if call is None or call.outputs:
-            return set(), set()
-        edges = {id(output): edge_of(output) for output in outputs if output.requires_grad}
+            return set()
+        edges = {id(one): edge_of(one) for one in results.values() if one.requires_grad}
         call.outputs = list(edges.values())
         call.last = _NUMBER.find()()
         inside = call.inside(call.outputs)
@@ -167,28 +169,28 @@ class Sums:
         own = {output for output, edge in edges.items() if edge in uses}
         call.uses_results = bool(own)
         unwritten = set()
-        for one in outputs:
+        for one in results.values():
             base: Any = one._base
             if id(one) not in edges or not _is_view(one) or edge_of(base)[0] not in inside:
                 continue
             is_whole = one.numel() == base.numel() or base.is_contiguous()
             call.bases[edge_of(base)] = is_free = uses[edge_of(base)] < 2 and is_whole
             unwritten |= set() if is_free else {id(one)}
-        return own, unwritten
-
-    def returned(self, unit: str, results: Iterable[tuple[torch.Tensor, GradStrides]]) -> None:
-        """Note the gradients that come for these results of one call, in each backward pass."""
         passes: set[int] = set()
-        bases = next((call.bases for call in reversed(self._calls) if call.unit == unit), {})
-        for tensor, strides in results:
-            edge = edge_of(tensor)
-            notes: list[Note] = [(strides.inside or strides).note]
-            if strides.inside is not None:
-                used = ObservedResult(unit, tensor, strides.note, _NUMBER.find()())
+        for number, one in results.items():
+            if id(one) not in edges or one.is_leaf:
+                continue
+            edge = edges[id(one)]
+            seen = gradients.setdefault(number, GradStrides(f"result {number}"))
+            seen.begin(one, is_used=id(one) in own)
+            notes: list[Note] = [(seen.inside or seen).note]
+            if seen.inside is not None:
+                used = ObservedResult(unit, one, seen.note, call.last)
                 self._used[edge], notes = used, [*notes, used.end]
             edge[0].register_prehook(partial(self._ran, unit, passes, edge[1], notes))
-            if _is_view(tensor) and (base := edge_of(tensor._base)) in bases:  # type: ignore[arg-type]
+            if _is_view(one) and (base := edge_of(one._base)) in call.bases:  # type: ignore[arg-type]
                 base[0].register_prehook(partial(self._ran, unit, passes, base[1], ()))
+        return unwritten
 
     def _ran(
         self,

@@ -35,10 +35,9 @@ class Unsharded(Sharding):
 
     def __init__(self, wrapped: nn.Module) -> None:
         self.wrapped = wrapped
-        ddp = isinstance(wrapped, DistributedDataParallel)
-        self.network = wrapped.get_submodule("module") if ddp else wrapped
-        self.name = "DistributedDataParallel" if ddp else "no sharding"
-        self._is_ddp = ddp
+        self._is_ddp = isinstance(wrapped, DistributedDataParallel)
+        self.network = wrapped.get_submodule("module") if self._is_ddp else wrapped
+        self.name = "DistributedDataParallel" if self._is_ddp else "no sharding"
 
     def is_distributed(self, module: nn.Module) -> bool:
         """As after ``parallelize_module``, and in torchtitan's SimpleFSDP."""
@@ -140,11 +139,10 @@ class OtherLeaves:
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:
-    made: Any = nn.Parameter(parameter.detach())
-    kind = type(parameter)
-    if type(made) is not kind and issubclass(kind, nn.Parameter):
-        # As Parameter makes itself. A forward pass may ask for the class.
-        made = torch.Tensor._make_subclass(kind, parameter.detach(), True)
+    kind, data = type(parameter), parameter.detach()
+    # As Parameter makes itself. A forward pass may ask for the class.
+    is_own = issubclass(kind, nn.Parameter)
+    made: Any = torch.Tensor._make_subclass(kind, data, True) if is_own else nn.Parameter(data)
     vars(made).update(vars(parameter))
     return made  # type: ignore[no-any-return]
 

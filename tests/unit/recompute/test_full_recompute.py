@@ -277,6 +277,13 @@ def test_a_first_input_without_gradients_is_refused(one_rank: None, allowed: Non
     undo()
 
 
+@pytest.mark.refuses("full-recompute-frozen-weights")
+def test_frozen_weights_that_torch_multiplies_are_refused(block: Any) -> None:
+    block.layers[0].mlp.linear_fc1.requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="--transformer-impl transformer_engine"):
+        recompute_in_layers(block, ObservedInputs([]))
+
+
 @contextmanager
 def passes_of(block: Any, draws: Any = None) -> Iterator[list[tuple[bool, bool]]]:
     """Of each pass of the first layer: whether a capture runs, and whether gradients are on."""

@@ -51,21 +51,12 @@ def passes(training: Training, x: torch.Tensor, fault: Callable[[Any], object]) 
     return total
 
 
-class Sharded(torch.nn.BatchNorm1d):
-    """The gradients of its bias are summed elsewhere, as Megatron-FSDP does."""
-
-    def __init__(self) -> None:
-        super().__init__(plain.WIDTH)
-        SUM.zero_()
-        self.bias.register_post_accumulate_grad_hook(add_gradient)
-        self.zero_grad_buffer = SUM.zero_
-
-
 def add_gradient(bias: Any) -> None:
     SUM.add_(bias.grad)
 
 
 SUM = torch.zeros(plain.WIDTH)
+"""Of gradients, which a model of Megatron keeps in its buffers."""
 AROUND: list[Any] = []
 """A module and a leaf that are not the model's: gradients and buffers."""
 
@@ -92,7 +83,9 @@ def train(on_mismatch: str | None, fault: Callable[[Any, Any], object], step: in
         return verified() if graphs is None else graphs.verified(verified)
 
     training = Training(counting, microbatch)
-    AROUND[:] = Sharded(), torch.ones((), requires_grad=True)
+    AROUND[:] = torch.nn.BatchNorm1d(plain.WIDTH), torch.ones((), requires_grad=True)
+    AROUND[0].zero_grad_buffer = SUM.zero_
+    AROUND[0].bias.register_post_accumulate_grad_hook(add_gradient)
     options: Any = {"verify_steps": 1, "verify_interval": 1, "on_mismatch": on_mismatch}
     graphs = training.graphs(**options) if on_mismatch else None
     with graphs if graphs is not None else nullcontext():
