@@ -403,9 +403,10 @@ def _modules(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     left, seen = [("", root) for root in roots], set[int]()
     while left:
         path, module = left.pop()
-        if id(module) not in seen and type(module).__name__ != "MegatronFSDP":
+        if id(module) not in seen:
             seen.add(id(module))
-            yield path, module
+            if type(module).__name__ != "MegatronFSDP":
+                yield path, module
             children = module._modules.items()
             left += [(f"{path}{name}.", child) for name, child in children if child is not None]
 

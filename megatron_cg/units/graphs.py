@@ -355,15 +355,14 @@ class _AllState(StepState):
         sharding, self._units = session.sharding, session.units
         super().__init__([sharding.network], self._units)
         self._sharding, self._met = sharding, {sharding.wrapped, *sharding.network.modules()}
-        self._cleared = [*map(with_no_gradients, self._met)]
-        """What clears the gradients of each model of Megatron that the step has met."""
+        self._clears = [*clears_of(self._met)]
         self._around, self._gradients = list[StepState](), WeakIdKeyDictionary()
         self._keep(self._owners())
 
     def observe(self, step: Callable[[], Any]) -> Any:
         def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._met:
-                self._cleared += map(with_no_gradients, module.modules())
+                self._clears += clears_of(module.modules())
                 self._around.append(StepState([module], self._units))
                 self._met.update(module.modules())
                 self._keep((parameter, "grad") for parameter in module.parameters())
@@ -382,7 +381,7 @@ class _AllState(StepState):
         now = {owner: (name, None, None) for owner, name in self._owners()}
         with Restores() as stack:
             stack.callback(super().restore)
-            for clear in self._cleared:
+            for clear in self._clears:
                 stack.callback(clear)
             for owner, (name, grad, values) in (now | dict(self._gradients)).items():
                 stack.restore("a gradient", setattr, owner, name, grad)
@@ -412,18 +411,19 @@ class _AllState(StepState):
                 self._gradients[owner] = name, grad, None if grad is None else grad.clone()
 
 
-def with_no_gradients(model: Any) -> Callable[[], None]:
-    """What clears the gradients that a model of Megatron gets; nothing for any other module.
+def clears_of(modules: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """What clears the gradients of each model of Megatron among ``modules``.
 
-    Raises ConfigurationError if it already has some, which would be lost.
+    Raises ConfigurationError if one already has some, which would be lost.
     """
-    clear: Callable[[], None] = getattr(model, "zero_grad_buffer", lambda: None)
-    if (store := getattr(model, "param_and_grad_buffer", None)) is not None:
-        buffers = [group.main_grad_buffer for group in store.parameter_groups]
-        waits = model.grad_reduce_pipeline.grad_reduce_queue
-        if waits or any(one is not None and one.data.any() for one in buffers):
-            raise ConfigurationError([_HAS_GRADIENTS])
-    return clear
+    for model in modules:
+        if (store := getattr(model, "param_and_grad_buffer", None)) is not None:
+            buffers = [group.main_grad_buffer for group in store.parameter_groups]
+            waits = model.grad_reduce_pipeline.grad_reduce_queue
+            if waits or any(one is not None and one.data.any() for one in buffers):
+                raise ConfigurationError([_HAS_GRADIENTS])
+        if hasattr(model, "zero_grad_buffer"):
+            yield model.zero_grad_buffer
 
 
 graph_units = GraphedUnits

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_cg.errors import ConfigurationError, ReplayMismatchError
+from megatron_cg.integrations.repeated_step import _modules
 from megatron_cg.tape.train import build
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.units.graphs import with_no_gradients
+from megatron_cg.units.graphs import clears_of
 from tests.unit.units import plain
 from tests.unit.units.plain import Training, Unit, in_turn, same, units
 
@@ -55,8 +56,7 @@ def add_gradient(bias: Any) -> None:
     SUM.add_(bias.grad)
 
 
-SUM = torch.zeros(plain.WIDTH)
-"""Of gradients, which a model of Megatron keeps in its buffers."""
+SUM = torch.zeros(plain.WIDTH)  # Of gradients, which a model of Megatron keeps in its buffers.
 AROUND: list[Any] = []
 """A module and a leaf that are not the model's: gradients and buffers."""
 
@@ -143,8 +143,9 @@ def test_a_step_that_is_due_gives_its_passes_to_verified() -> None:
         list(training.run(graphs))
 
 
-def test_gradients_of_megatron_from_before_are_refused() -> None:
+def test_state_in_megatron_fsdp_is_found_and_gradients_from_before_are_refused() -> None:
     fsdp = build(CpuModelConfig(layers=1, hidden_size=16)).module
+    assert {*dict(_modules([fsdp])).values()} == {*fsdp.modules()} - {fsdp}
     fsdp.param_and_grad_buffer.parameter_groups[0].main_grad_buffer.data[0] = 1
     with pytest.raises(ConfigurationError, match=r"has gradients from before graphs\.verified"):
-        with_no_gradients(fsdp)
+        list(clears_of([fsdp]))
