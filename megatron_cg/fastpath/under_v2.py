@@ -72,35 +72,35 @@ _ALLOCATE, _COPY = "allocate_partial_grad_buffer", "copy_gradients_to_partial_bu
 _REDUCE = "reduce_partial_gradients"
 
 
-def _known(path: str, expected: str, *fingerprints: str) -> tuple[Symbol, ...]:
+def _of_v2(path: str, expected: str, *fingerprints: str) -> tuple[Symbol, ...]:
     return fsdp_v2(path, expected, fingerprints=fingerprints)
 
 
 REPLACES_LAYOUTS = (
-    *_known(f"{_LAYOUT}.build", "lays out a buffer", "65d667e7adb9f2ac"),
-    *_known(f"{_LAYOUT}.__post_init__", "checks it", "dcfbd2dbdc608cbe"),
+    *_of_v2(f"{_LAYOUT}.build", "lays out a buffer", "65d667e7adb9f2ac"),
+    *_of_v2(f"{_LAYOUT}.__post_init__", "checks it", "dcfbd2dbdc608cbe"),
 )
-_VIEW = _known(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518")
+_VIEW = _of_v2(f"{_BUFFER}.get_local_tensor", "a view", "15cd9ae6b2603518")
 REPLACES_VIEWS = (
     *_VIEW,
-    *_known(f"{_BUFFER}.get_dtensor", "as a DTensor", "64b72abcf05a58be", "f26bcecbad026ce9"),
+    *_of_v2(f"{_BUFFER}.get_dtensor", "as a DTensor", "64b72abcf05a58be", "f26bcecbad026ce9"),
 )
 REPLACES_PACKING = (
     *_VIEW,
-    *_known(f"{_BUFFER}.reallocate_storage", "allocates memory", "9cc8f2a8bde0763a"),
-    *_known(f"{_BUFFER}.release_storage", "frees it", "66b6959ac6e30e59"),
-    *_known(f"{_GROUP}.{_ALLOCATE}", "for gradients", "07bca1c25b151b7f", "1130e7458da32260"),
-    *_known(f"{_GROUP}.{_COPY}", "copies them there", "c3dd03a9739fb3aa", "34054b43f1f9ab8e"),
-    *_known(f"{_GROUP}.{_REDUCE}", "reduces them", "0933f63f3a9d06ef", "19f0a26ca375d113"),
-    *_known(f"{_MODULE}._reduce_gradient_groups", "calls these", "fc3229fd7ba0e3fd"),
+    *_of_v2(f"{_BUFFER}.reallocate_storage", "allocates memory", "9cc8f2a8bde0763a"),
+    *_of_v2(f"{_BUFFER}.release_storage", "frees it", "66b6959ac6e30e59"),
+    *_of_v2(f"{_GROUP}.{_ALLOCATE}", "for gradients", "07bca1c25b151b7f", "1130e7458da32260"),
+    *_of_v2(f"{_GROUP}.{_COPY}", "copies them there", "c3dd03a9739fb3aa", "34054b43f1f9ab8e"),
+    *_of_v2(f"{_GROUP}.{_REDUCE}", "reduces them", "0933f63f3a9d06ef", "19f0a26ca375d113"),
+    *_of_v2(f"{_MODULE}._reduce_gradient_groups", "calls these", "fc3229fd7ba0e3fd"),
 )
 _HOOKS = ("395a512527abdb36", "5434a71c351faf49", "4d981763f9c53408")
 REPLACES_HOOKS = (
     *REPLACES_PACKING,  # That is when gradients in a graph's memory are read.
-    *_known(f"{_MODULE}._register_hooks", "counts gradients", *_HOOKS),
-    *_known(f"{_MODULE}._make_grad_hook|_register_hooks", "the hook that does", *_HOOKS),
-    *_known(f"{_MODULE}.pre_forward", "begins to count", "bdf5c959da96d346", "64bc2a3863e0e976"),
-    *_known(f"{_MODULE}.post_backward", "is called then", "2492ef316cb6d6d9", "f620c1ee1ae51236"),
+    *_of_v2(f"{_MODULE}._register_hooks", "counts gradients", *_HOOKS),
+    *_of_v2(f"{_MODULE}._make_grad_hook|_register_hooks", "the hook that does", *_HOOKS),
+    *_of_v2(f"{_MODULE}.pre_forward", "begins to count", "bdf5c959da96d346", "64bc2a3863e0e976"),
+    *_of_v2(f"{_MODULE}.post_backward", "is called then", "2492ef316cb6d6d9", "f620c1ee1ae51236"),
 )
 _FILLS: Any = torch.utils.deterministic
 _OPTIMIZER = "megatron.core.optimizer.fully_sharded_optimizer"

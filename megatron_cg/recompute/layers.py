@@ -30,8 +30,9 @@ Note [Lost gradients]
 
 Note [Frozen weights]
     ``torch.matmul`` of a 3D input and a weight that needs no gradient looks at strides, also of a
-    dimension of size 1 (``should_fold`` of ``LinearAlgebra.cpp``). Embeddings of one sequence have
-    others than a tensor that was made so, and keep them in Megatron's checkpoint alone.
+    dimension of size 1 (``should_fold`` of ``LinearAlgebra.cpp``). Embeddings of one sequence are
+    transposed: (s, 1, h) with the strides of (1, s, h). The first pass of Megatron's checkpoint
+    gets these. In all others a hook of Megatron-FSDP makes a view, which has those of (s, 1, h).
 """
 
 from collections.abc import Callable, Iterator
@@ -69,7 +70,16 @@ _MTP = Symbol(
 )
 RELIES_ON = (_CHECKPOINTS, _MTP)
 _MULTIPLY = (ColumnParallelLinear, RowParallelLinear, SharedExpertMLP, nn.Linear)
+_LOST = (
+    "full-recompute-lost-gradients",
+    "{flag:--recompute-granularity full}, and a layer whose input needs no gradient",
+    "Megatron's checkpoint gives no gradients to the weights of such a layer, without graphs too, "
+    "and a graph gives them theirs",
+    "train the embedding, call requires_grad_() on its output in a forward hook, or "
+    "{type:--recompute-granularity selective}",
+)
 _FROZEN = (
+    "full-recompute-frozen-weights",
     "{flag:--recompute-granularity full}, and a frozen weight that torch.matmul multiplies",
     "it chooses its kernel by strides that Megatron's checkpoint keeps, and a graph does not",
     "{add:--transformer-impl transformer_engine}, or {type:--recompute-granularity selective}",
@@ -108,7 +118,7 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[pa
 
     Does nothing to a model that recomputes no whole layers. Call it between two steps, before a
     capture, with the ``inputs`` of the steps before, and undo it after the graphs are deleted.
-    Raises ConfigurationError where eager training loses gradients; see Note [Lost gradients].
+    Raises ConfigurationError; see Note [Lost gradients] and Note [Frozen weights].
     """
     callers: list[Any] = [
         caller
@@ -118,11 +128,11 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[pa
     # Behind the first layer no input lacks a gradient that its own has.
     begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
     if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):
-        raise _lost_gradients()
+        raise ConfigurationError([Violation(*map(say, _LOST))])
     modules = (m for c in callers for layer in _recomputed(c) for m in layer.modules())
     weights = (p for m in modules if isinstance(m, _MULTIPLY) for p in m.parameters(recurse=False))
     if any(p.dim() == 2 and not p.requires_grad for p in weights):
-        raise ConfigurationError([Violation("full-recompute-frozen-weights", *map(say, _FROZEN))])
+        raise ConfigurationError([Violation(*map(say, _FROZEN))])
     for caller in callers:
         yield from map(_recompute, _recomputed(caller))
         if isinstance(caller, TransformerBlock):
@@ -132,21 +142,10 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[pa
         yield patch.set_attribute(caller, "config", plain)
 
 
-def _lost_gradients() -> ConfigurationError:
-    lost = (
-        "{flag:--recompute-granularity full}, and a layer whose input needs no gradient",
-        "Megatron's checkpoint gives no gradients to the weights of such a layer, without graphs "
-        "too, and a graph gives them theirs",
-        "train the embedding, call requires_grad_() on its output in a forward hook, or "
-        "{type:--recompute-granularity selective}",
-    )
-    return ConfigurationError([Violation("full-recompute-lost-gradients", *map(say, lost))])
-
-
 def _with_gradients(block: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if args else kwargs.get(HIDDEN)
     if block.training and torch.is_grad_enabled() and not getattr(hidden, "requires_grad", True):
-        raise _lost_gradients()
+        raise ConfigurationError([Violation(*map(say, _LOST))])
     return run(*args, **kwargs)
 
 

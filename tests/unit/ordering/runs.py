@@ -178,8 +178,7 @@ def traced(run: Run) -> Trace:
         )
         graphs = run.graphs is not None
         if run.frozen:
-            frozen = with_frozen(GPTModel, run.frozen)
-            stack.enter_context(replaced(train, "GPTModel", frozen))
+            stack.enter_context(replaced(train, "GPTModel", with_frozen(GPTModel, run.frozen)))
         with trace.switched(on=run.built):
             trainer = stack.enter_context(
                 trainer_of(shape, graphs=graphs, microbatches=run.microbatches)
