@@ -42,6 +42,9 @@ GPUS = 2
 """Of scripts that are run by :func:`torchrun`."""
 MEMORY_OF_A_TEST = 5 * 2**30
 """Bytes of each GPU: a process of a run takes up to 4.7 GiB."""
+# Kernels of NCCL wait on the GPU for other ranks. Those of many tests side by side would fill it
+# with more channels, and all would wait.
+os.environ.setdefault("NCCL_MAX_NCHANNELS", "1")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -23,6 +23,7 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.ranks import on_ranks
 from tests.unit.trainers import compared, evaluate, helper_of, layers_of, microbatch_of, trainer_of
+from tests.unit.units import sharded
 
 DENSE: dict[str, Any] = {"layers": 2, "graph_modules": ("attn", "mlp"), "bf16": False}
 MOE: dict[str, Any] = {"layers": 2, "experts": 4, "graph_modules": ("attn", "moe_router")}
@@ -184,6 +185,15 @@ def test_settings_of_megatrons_modules_count_in_plain_units_too(one_rank: None) 
         assert settings.broken() is None
         mlp.activation_func = relu
         assert "activation_func of mlp" in str(settings.broken())
+
+
+def test_the_phase_of_a_module_under_v2_is_no_setting(one_rank: None) -> None:
+    network: Any = sharded.under_v2(mesh=(1,), inside=True)(sharded.Network((16,)))
+    part, found = network.layers[0].up, list[Any]()
+    settings = settings_of([Unit("unit", part, (part,))])
+    part.register_forward_pre_hook(lambda *_: found.append(settings.broken()))
+    network(torch.arange(4).view(2, 2))
+    assert found == [None]
 
 
 @pytest.mark.parametrize("shape", [DENSE, DENSE | {"graph_modules": ("attn",)}, MOE])
