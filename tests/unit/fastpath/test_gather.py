@@ -236,12 +236,8 @@ def test_without_a_replay_to_come_all_is_gathered_at_once(pipeline: Pipeline) ->
 MARKS = {"grad_added_to_main_grad": False, "__fsdp_param__": True, "overwrite_main_grad": None}
 
 
-def parameters() -> list[Any]:
-    """Two of one bucket, one of another, and one more of the first, in FP8."""
-    return [nn.Parameter(torch.zeros(1)) for _ in range(4)]
-
-
 def cached(listed: list[Any]) -> CachedParameters:
+    """Two of one bucket, one of another, and one more of the first, in FP8."""
     buckets = dict(zip(listed, (0, 0, 1, 0), strict=True))
     return CachedParameters(listed, buckets.__getitem__, lambda one: one is listed[3])
 
@@ -260,7 +256,7 @@ def test_what_megatron_is_not_shown_is_marked_once(overwritten: bool) -> None:
             parameter.overwrite_main_grad = overwritten
 
     gather = _gathered(gathered)
-    listed = parameters()
+    listed: list[Any] = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
     ours = cached(listed)
     gather(ours, 1, bwd=True)
     ((shown, args, options),) = asked

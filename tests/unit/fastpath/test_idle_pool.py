@@ -40,14 +40,8 @@ class Allocator:
     def snapshot(self) -> list[dict[str, Any]]:
         def segment(pool: tuple[int, int], stream: int, free: list[int]) -> dict[str, Any]:
             blocks = [{"address": 0, "size": size, "state": "inactive"} for size in free]
-            total = sum(free)
-            return {
-                "segment_pool_id": pool,
-                "stream": stream,
-                "total_size": total,
-                "allocated_size": 0,
-                "blocks": blocks,
-            }
+            found = {"segment_pool_id": pool, "stream": stream, "blocks": blocks}
+            return found | {"total_size": sum(free), "allocated_size": 0}
 
         shown = self.free() if self.shows is None else self.shows
         return [segment((0, 0), 1, [1 << 40]), segment(POOL, CAPTURE_STREAM, shown)]

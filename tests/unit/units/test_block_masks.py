@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_cg.units.call import CallSpec
-from tests.unit.units.plain import REPLAYED, ROWS, WIDTH, Training, assert_as_eager, backward, units
+from tests.unit.units.plain import REPLAYED, ROWS, Training, Unit, assert_as_eager, backward, units
 
 X = torch.ones(2)
 LATEST = torch.tensor(3)
@@ -19,14 +19,10 @@ LIMITS = SimpleNamespace(size=3)
 SIZE = 3
 
 
-class Attention(nn.Module):
+class Attention(Unit):
     """Reads the function of a block mask, and a tensor of it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: BlockMask) -> torch.Tensor:  # type: ignore[override]
         q = self.linear(x)[None, None]
         allowed = create_mask(mask.mask_mod, 1, 1, ROWS, ROWS, device="cpu")
         attended = scaled_dot_product_attention(q, q, q, attn_mask=allowed)[0, 0]

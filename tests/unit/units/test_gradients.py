@@ -153,54 +153,31 @@ def test_a_replay_whose_loss_is_dropped_waits_for_no_backward_pass() -> None:
     assert_as_eager(ALL_REPLAYED, partial(units, Skip, 1), microbatch)
 
 
-class Added(torch.autograd.Function):
-    """Computes both gradients, even if one is asked for."""
-
-    @staticmethod
-    def forward(_: Any, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return one + other
-
-    @staticmethod
-    def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradients[0], gradients[0]
-
-
 def test_a_pass_that_ends_before_such_a_result_counts_for_no_layout() -> None:
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         hidden, x = run.model[0](x)
         other = torch.ones_like(hidden, requires_grad=True)
-        added: Any = Added.apply(hidden, other)  # type: ignore[no-untyped-call]
-        loss = x.square().mean() + added.sum()
+        # Its backward pass computes both gradients, even if one is asked for.
+        loss = x.square().mean() + torch.cat([hidden, other]).sum()
         torch.autograd.grad(loss, other, retain_graph=True)
         return backward(loss)
 
     assert_as_eager(ALL_REPLAYED, partial(units, Skip, 1), microbatch)
 
 
-class Keeping(torch.autograd.Function):
-    """Keeps a tensor as long as autograd has its node."""
-
-    kept: list[Any] = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.kept = x + 1
-        Keeping.kept.append(ref(ctx.kept))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
 def test_nothing_of_a_pass_is_kept_behind_its_step() -> None:
+    held: list[Any] = []
+
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
-        made: Any = Keeping.apply(x)  # type: ignore[no-untyped-call]
-        hidden, x = run.model[0](made)
+        def act(_gradient: torch.Tensor) -> None:
+            """Lives as long as autograd has its node."""
+
+        held.append(ref(act))
+        hidden, x = run.model[0](in_backward(x, act))
         return backward(x.square().mean() + hidden.sin().mean())
 
     def no_more(_: Training) -> None:
-        assert all(one() is None for one in Keeping.kept)
+        assert all(one() is None for one in held)
 
     assert_as_eager(ALL_REPLAYED, partial(units, Skip, 1), microbatch, 1, no_more)
 
