@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import random
 from array import array
 from collections import deque
@@ -78,32 +77,22 @@ class Attributes:
         setattr(next((kind for kind in kinds if key in vars(kind)), owner), key, value)
 
 
-class RandomState:
-    """The state of a generator of Python, NumPy or torch, as bytes."""
+def random_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """What reads and sets the state of a generator, or of a module of functions; None for others.
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-        self._read, self._write = read, write
-
-    @classmethod
-    def of(cls, value: Any) -> RandomState | None:
-        """That of ``value``, or of the generator of a module of functions; None if it has none."""
-        if value is random or isinstance(value, random.Random):
-            return cls(value.getstate, value.setstate)
-        if value is numpy.random or isinstance(value, numpy.random.RandomState):
-            return cls(value.get_state, value.set_state)
-        if isinstance(value, torch.Generator):  # Tensors are pickled with ids.
-            write = value.set_state
-            return cls(lambda: value.get_state().numpy(), lambda one: write(torch.from_numpy(one)))
-        if isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            return cls(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-        return None
-
-    def get(self, _key: None) -> bytes:
-        return pickle.dumps(self._read())
-
-    def __setitem__(self, _key: None, state: bytes) -> None:
-        self._write(pickle.loads(state))
+    It can be pickled.
+    """
+    if value is random or isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if value is numpy.random or isinstance(value, numpy.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, torch.Generator):  # Tensors are pickled with ids.
+        write = value.set_state
+        return lambda: value.get_state().numpy(), lambda state: write(torch.from_numpy(state))
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return None
 
 
 def texts(constants: tuple[Any, ...]) -> Iterator[str]:

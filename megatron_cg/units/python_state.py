@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import pickle
 import random
 import sys
 from array import array
@@ -92,6 +93,8 @@ class PythonState:
         """By id: a container, its shallow copy, what it is, whether it is of an object."""
         self._values: list[tuple[Any, Any, str, Any]] = []
         """Holder, key and value of what lies elsewhere than in a module."""
+        self._random: list[tuple[Callable[[], Any], Callable[[Any], Any], str, bytes]] = []
+        """Of generators: what reads and sets the state, whose it is, and what it was, pickled."""
         self._profile: Any = None
         self._kinds: dict[int, type] = {}
         """The classes of users whose objects the code reaches, by id."""
@@ -115,6 +118,7 @@ class PythonState:
 
     def _copy_all(self) -> None:
         self._copies.clear()
+        self._random.clear()
         own = (value for module in self._modules.values() for value in vars(module).values())
         self._generators = {id(one) for one in own if isinstance(one, torch.Generator)}
         self._values = [(h, k, what, h.get(k)) for h, k, what in self._elsewhere()]
@@ -134,10 +138,10 @@ class PythonState:
     def put_back_draws(self) -> list[str]:
         """Restore at once, and tell, what random states the last pass changed: threads may draw."""
         drawn = list[str]()
-        for holder, key, what, before in self._values:
-            if isinstance(holder, held.RandomState) and holder.get(key) != before:
-                holder[key] = before
-                drawn.append(what)
+        for read, write, what, before in self._random:
+            if pickle.dumps(read()) != before:
+                write(pickle.loads(before))
+                drawn.append(f"the random state of {what}")
         return drawn
 
     def changes(self) -> Iterator[str]:
@@ -161,8 +165,7 @@ class PythonState:
 
     def restorer(self) -> Callable[[], None]:
         """Returns a function that restores what the last pass found, but for random states."""
-        copies = list(self._copies.values())
-        values = [one for one in self._values if not isinstance(one[0], held.RandomState)]
+        copies, values = list(self._copies.values()), list(self._values)
 
         def restore() -> None:
             with Restores() as stack:
@@ -358,10 +361,10 @@ class PythonState:
     def _copy(self, value: Any, what: str, depth: int = held.DEPTH) -> None:
         value = held.referred(value)
         value = value.data if isinstance(value, UserDict | UserList) else value
-        state = held.RandomState.of(value)
+        state = held.random_state(value)
         if state is not None and id(value) not in self._generators:
             self._generators.add(id(value))
-            self._values.append((state, None, f"the random state of {what}", state.get(None)))
+            self._random.append((*state, what, pickle.dumps(state[0]())))
         has_names = held.is_object(value)
         if has_names and isinstance(value, dict):  # Of a user's class.
             items = {key: value.get(key) for key in value}  # Its own [...] may make something.
