@@ -44,7 +44,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from megatron_cg.capture.session import Phase, Session
 from megatron_cg.consensus.exchange import TIMEOUT
 from megatron_cg.errors import STEP_DIFFERS
-from megatron_cg.replay.plain import LIBRARIES, RECORDS, is_known, is_plain
+from megatron_cg.replay.plain import LIBRARIES, RECORDS, is_known, is_plain, restore_contents
 from megatron_cg.replay.unit import Unit
 from megatron_cg.replay.verify import Digests
 from megatron_cg.restore import Restores, device_generator, put_back
@@ -225,27 +225,24 @@ class _Holder:
         if not self.has_changed():
             return
         saved, now, parts = self.saved, self._copy(), self.parts
-        if not self._has_keys:
-            parts.clear()
-            (parts.update if isinstance(parts, set) else parts.extend)(saved.values())
+        if not self._namespace:
+            restore_contents(parts, saved if self._has_keys else saved.values())
             return
         for key in now.keys() - saved.keys():
-            if self._counts(key, now[key]):
+            if _is_data(key, now[key]):
                 delattr(parts, key) if isinstance(parts, type) else parts.pop(key)
         for key, value in saved.items():
             other = now.get(key, self)
-            if other is not value and (self._counts(key, value) or self._counts(key, other)):
+            if other is not value and (_is_data(key, value) or _is_data(key, other)):
                 change = partial(setattr, parts) if isinstance(parts, type) else parts.__setitem__
                 change(key, value)
-        if not self._namespace and list(map(id, parts)) != list(map(id, saved)):
-            for key in saved:  # The order of keys may be that of a sum.
-                parts[key] = parts.pop(key)
 
     def _copy(self) -> dict[Any, Any]:
         return dict(self._now if self._has_keys else enumerate(self._now))
 
-    def _counts(self, key: Any, value: Any) -> bool:
-        return not self._namespace or (type(value) in _DATA and _is_own(key))
+
+def _is_data(name: str, value: Any) -> bool:
+    return type(value) in _DATA and _is_own(name)
 
 
 def _is_own(name: str) -> bool:

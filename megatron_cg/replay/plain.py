@@ -152,6 +152,28 @@ def elements(container: Any) -> Any:
     return container.values() if isinstance(container, MAPPINGS) else container
 
 
+def restore_contents(holder: Any, before: Any) -> None:
+    """Let a container have the same objects as ``before``, in that order."""
+    if isinstance(holder, dict):
+        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
+            holder.clear()
+        for key, value in before.items():  # Threads may read what stays.
+            if key not in holder or holder.get(key) is not value:
+                holder[key] = value
+    elif isinstance(holder, list | deque):
+        if [*map(id, holder)] != [*map(id, before)]:
+            holder.clear()
+            holder.extend(before)
+    elif isinstance(holder, array | bytearray):
+        holder[:] = before
+    elif is_array(holder):
+        if not same_value(holder, before):  # It may be read-only.
+            holder[...] = before
+    elif {*map(id, holder)} != {*map(id, before)}:
+        holder.clear()
+        holder.update(before)
+
+
 def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
     """Whether a module, a class, or the class of an object, is of one of ``packages``.
 

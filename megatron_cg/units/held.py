@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from configparser import RawConfigParser, SectionProxy
@@ -37,7 +36,6 @@ from megatron_cg.replay.plain import (
     is_known,
     is_plain,
     package_of,
-    same_value,
 )
 from megatron_cg.upstream.patch import cells_of, undone_after
 
@@ -222,28 +220,6 @@ def leaves_held(value: Any, inside: tuple[int, ...] = ()) -> Iterator[Any]:
     if id(value) not in inside:
         for part in parts:
             yield from leaves_held(part, (*inside, id(value)))
-
-
-def restored_to(holder: Any, before: Any) -> None:
-    """Restore a dictionary, list or set to what it had ``before``."""
-    if isinstance(holder, dict):
-        if [*map(id, holder)] != [*map(id, before)]:  # The order of keys may be that of a sum.
-            holder.clear()
-        for key, value in before.items():  # Threads may read what stays.
-            if key not in holder or holder.get(key) is not value:
-                holder[key] = value
-    elif isinstance(holder, list | deque):
-        if not same_value([*map(id, holder)], [*map(id, before)]):
-            holder.clear()
-            holder.extend(before)
-    elif isinstance(holder, array | bytearray):
-        holder[:] = before
-    elif is_array(holder):
-        if not same_value(holder, before):  # It may be read-only.
-            holder[...] = before
-    elif holder != before:
-        holder.clear()
-        holder.update(before)
 
 
 def referred(value: Any) -> Any:

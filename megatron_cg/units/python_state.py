@@ -41,6 +41,7 @@ from megatron_cg.replay.plain import (
     is_known,
     is_plain,
     package_of,
+    restore_contents,
     same_value,
 )
 from megatron_cg.restore import Restores
@@ -173,7 +174,7 @@ class PythonState:
                     if holder.get(key) is not before:
                         stack.restore(what, operator.setitem, holder, key, before)
                 for holder, before, what, _ in copies:
-                    stack.restore(what, held.restored_to, holder, before)
+                    stack.restore(what, restore_contents, holder, before)
 
         return restore
 
