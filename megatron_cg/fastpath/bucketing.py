@@ -242,11 +242,15 @@ class Operation:
         """By bucket, in the order in which an eager pass completes the buckets."""
 
     def plain(self, gradients: Sequence[torch.Tensor | None]) -> list[list[Any]] | None:
-        """The gradients of each slice if they only need to be copied, else None."""
-        by_slice = [[gradients[place] for place in one.places] for one in self.slices]
-        if all(one.are_plain(own) for one, own in zip(self.slices, by_slice, strict=True)):
-            return by_slice
-        return None
+        """The gradients of each slice if they only need to be copied, else None.
+
+        They have the shapes and dtypes of the weights, as a graph's all have.
+        """
+        weights: Sequence[Any] = self.weights
+        has_more = any(one.grad is not None or one.grad_added_to_main_grad for one in weights)
+        if has_more or any(gradient is None for gradient in gradients):
+            return None
+        return [[gradients[place] for place in one.places] for one in self.slices]
 
 
 class BucketSlice:
@@ -257,15 +261,6 @@ class BucketSlice:
         self.others = frozenset(weights[:-1])
         scales = len(weights) == bucket.size and len({weight.dtype for weight in weights}) == 1
         self.scaled_copies = ScaledCopies() if scales else None
-
-    def are_plain(self, gradients: Sequence[Any]) -> bool:
-        """Of gradients with the shapes and dtypes of the weights, as a graph's all have."""
-        weights: Sequence[Any] = self.weights
-        return (
-            all(gradient is not None for gradient in gradients)
-            and all(weight.grad is None for weight in weights)
-            and not any(weight.grad_added_to_main_grad for weight in weights)
-        )
 
 
 class GradientBucketing:
