@@ -4,8 +4,6 @@ A capture, a verification and a repeated step change what training reads. Traini
 without one tensor of it, whatever ``--cg-on-failure`` says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Self

@@ -26,13 +26,11 @@ Note [One vote before each compilation]
     only, that rank skips this vote, which is an error on all of them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -114,7 +112,7 @@ class _Votes:
         self._voted = not all_passed
         return all_passed
 
-    def compilation_begins(self) -> _Votes:
+    def compilation_begins(self) -> Self:
         """In place of Dynamo's ``get_compile_pg``; the result gets to :meth:`sizes_met`."""
         if self.unraised is not None:
             error, self.unraised = self.unraised, None

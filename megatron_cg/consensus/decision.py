@@ -7,8 +7,6 @@ Note [One row from each rank]
     difference. Different collectives would wait for each other until the timeout.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ all votes decides (``consensus/decision.py``). The exchange has its own gloo gro
 never NCCL, never inside a graph.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -14,8 +14,6 @@ Note [Where a gradient ends]
 Relied on: torch 2.11, ``DTensor(local, spec, requires_grad=...)``, ``DeviceMesh._rank_map``.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache

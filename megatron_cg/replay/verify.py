@@ -28,15 +28,13 @@ Note [Two sums]
     columns, and no tensor as large as the first is needed. Sums of integers are exact in any order.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import compress
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -252,7 +250,7 @@ class Digests:
         kinds = Counter(next(filter(name.startswith, _KINDS), "other") for name in self._kinds)
         return ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in kinds.items())
 
-    def differences(self, other: Digests) -> list[str]:
+    def differences(self, other: Self) -> list[str]:
         """The names of what differs, in the order of both. Waits for the GPU."""
         ours, theirs = self._by_name, other._by_name
         return [n for n in dict.fromkeys([*ours, *theirs]) if ours.get(n) != theirs.get(n)]

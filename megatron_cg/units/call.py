@@ -24,8 +24,6 @@ Note [Checkpointing around a unit]
     both passes run eagerly.
 """
 
-from __future__ import annotations
-
 import dis
 import operator
 from collections import UserDict
@@ -34,7 +32,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -242,7 +240,7 @@ class CallSpec:
     @classmethod
     def of(
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> CallSpec:
+    ) -> Self:
         """The form of ``forward(*args, **kwargs)``."""
         positions = tuple(positional_names(forward, len(args), kwargs))
         names = (*positions, *kwargs)

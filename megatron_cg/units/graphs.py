@@ -1,7 +1,5 @@
 """The graphs of one model, over the steps of a training loop."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """What Python objects and code hold, as rows of the guard, and how that is restored."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections import deque

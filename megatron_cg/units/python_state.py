@@ -5,8 +5,6 @@ code has (attributes and globals that it may read) and its globals. Other state 
 Packages in :data:`LIBRARIES` are trusted with their own globals: rules say what they read.
 """
 
-from __future__ import annotations
-
 import copy
 import operator
 import os

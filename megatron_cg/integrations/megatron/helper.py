@@ -5,8 +5,6 @@ Engine. Here it does so inside a transaction, by a backend of this package, in s
 announces (``steps.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace

@@ -12,8 +12,6 @@ ends when its losses are read, which waits for the optimizer. Python writes a fl
 digits as it takes to read the same bits back; a float holds any value of a smaller type.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
