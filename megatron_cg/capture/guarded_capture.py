@@ -412,10 +412,7 @@ def _first(errors: Sequence[BaseException], root: nn.Module) -> tuple[BaseExcept
     """
     frames = [(error, list(traceback.walk_tb(error.__traceback__))) for error in errors[::-1]]
     placed = [(error, place_of(reversed(found), root)) for error, found in frames]
-    inside = [(error, place) for error, place in placed if place is not None]
-    refused = [(error, place) for error, place in inside if _is_refusal(error)]
-    outside = [(error, place) for error, place in placed if _is_refusal(error)]
-    return [*refused, *inside, *outside][0]
+    return max(placed, key=lambda one: (one[1] is not None, _is_refusal(one[0])))
 
 
 def forget_accumulators(modules: Iterable[nn.Module]) -> None:

@@ -5,7 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from configparser import RawConfigParser, SectionProxy
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dis import get_instructions
 from functools import partial
@@ -35,7 +35,7 @@ from megatron_cg.replay.plain import (
     is_plain,
     package_of,
 )
-from megatron_cg.upstream.patch import cells_of, undone_after
+from megatron_cg.upstream.patch import cells_of
 
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
@@ -235,12 +235,11 @@ def nothing_frozen() -> Iterator[None]:
 
     Garbage is collected before, where that visits no frozen object, and not frozen with the others.
     """
-    if not gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.unfreeze()
-    with undone_after(gc.freeze):
+    with ExitStack() as undo:
+        if gc.get_freeze_count():
+            gc.collect()
+            gc.unfreeze()
+            undo.callback(gc.freeze)
         yield
 
 

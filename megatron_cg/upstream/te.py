@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron_cg.upstream.symbols import Symbol
@@ -56,14 +56,11 @@ def fuses_attention() -> bool:
 @contextmanager
 def told_of_capture() -> Iterator[None]:
     """TE's modules take their paths for CUDA graphs in the block; nothing where none is loaded."""
-    if not is_loaded(IS_CAPTURING) or IS_CAPTURING.find()():
+    with ExitStack() as undo:
+        if is_loaded(IS_CAPTURING) and not IS_CAPTURING.find()():
+            START_CAPTURING.find()()
+            undo.callback(END_CAPTURING.find())
         yield
-        return
-    START_CAPTURING.find()()
-    try:
-        yield
-    finally:
-        END_CAPTURING.find()()
 
 
 def is_loaded(symbol: Symbol) -> bool:
