@@ -168,9 +168,14 @@ def of_two_kinds(adam: Any) -> None:
     adam.initialize_state(other, False)
 
 
+def another(change: Callable[..., torch.Tensor], parameters: list[Any], **how: Any) -> None:
+    """Change the part of a gradient that is on this rank."""
+    gradient = parameters[0].grad
+    gradient._local_tensor = change(gradient._local_tensor, **how)
+
+
 def of_another(change: Callable[[torch.Tensor], torch.Tensor], adam: Any) -> None:
-    gradient = adam.param_groups[0]["params"][0].grad
-    gradient._local_tensor = change(gradient._local_tensor)
+    another(change, adam.param_groups[0]["params"])
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {

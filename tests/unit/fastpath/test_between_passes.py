@@ -19,7 +19,7 @@ from megatron_cg.fastpath.between_passes import (
     vote_beside,
 )
 from megatron_cg.tape.training_plan import CpuModelConfig
-from tests.unit.fastpath.test_adam import MODULES, Another, MultiTensorApply, imported
+from tests.unit.fastpath.test_adam import MODULES, Another, MultiTensorApply, another, imported
 from tests.unit.trainers import trainer_of
 
 EXCHANGES = "_replace_param_with_distributed_if_needed", "_replace_param_with_raw_if_needed"
@@ -43,10 +43,6 @@ def linear(fsdp: Any, layer: int = 0) -> Any:
 
 def other_parameter(fsdp: Any) -> None:
     linear(fsdp).weight = nn.Parameter(torch.zeros_like(linear(fsdp).weight))
-
-
-def tied(fsdp: Any) -> None:
-    linear(fsdp, 1).weight = linear(fsdp).weight
 
 
 def other_module(fsdp: Any) -> None:
@@ -103,7 +99,7 @@ def kept_by(owner: Callable[[Any], Any], fsdp: Any) -> Iterator[None]:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a parameter": other_parameter,
-    "a tied weight": tied,
+    "a tied weight": lambda fsdp: setattr(linear(fsdp, 1), "weight", linear(fsdp).weight),
     "modules": other_module,
     "what is set": other_raw,
     "names": other_names,
@@ -181,31 +177,21 @@ def test_modules_have_what_megatron_fsdp_sets(one_rank: None, change: str, after
     assert (calls[1] == 0) == (change == "nothing")
 
 
-def another(
-    change: Callable[..., torch.Tensor], parameters: list[nn.Parameter], **how: Any
-) -> None:
-    gradient: Any = parameters[0].grad
-    gradient._local_tensor = change(gradient._local_tensor, **how)
-
-
 def no_dtensor(parameters: list[nn.Parameter]) -> None:
     gradient: Any = parameters[0].grad
     parameters[0].grad = gradient.to_local()
 
 
+LARGE = torch.tensor([8.0])
 GIVEN: dict[str, tuple[Callable[[list[nn.Parameter]], None], Any, int]] = {
-    "large": (lambda _: None, torch.tensor([8.0]), 0),
+    "large": (lambda _: None, LARGE, 0),
     "small": (lambda _: None, torch.tensor([0.5]), 0),
     "a number": (lambda _: None, 8.0, 1),
-    "another dtype": (partial(another, torch.Tensor.bfloat16), torch.tensor([8.0]), 1),
-    "no DTensor": (no_dtensor, torch.tensor([8.0]), 1),
-    "another device": (partial(another, torch.Tensor.to, device="meta"), torch.tensor([8.0]), 1),
-    "another class": (
-        partial(another, lambda local: local.as_subclass(Another)),
-        torch.tensor([8.0]),
-        1,
-    ),
-    "none": (list.clear, torch.tensor([8.0]), 1),
+    "another dtype": (partial(another, torch.Tensor.bfloat16), LARGE, 1),
+    "no DTensor": (no_dtensor, LARGE, 1),
+    "another device": (partial(another, torch.Tensor.to, device="meta"), LARGE, 1),
+    "another class": (partial(another, lambda local: local.as_subclass(Another)), LARGE, 1),
+    "none": (list.clear, LARGE, 1),
 }
 """What is changed, the norm, and the calls of Megatron's own function."""
 

@@ -195,31 +195,23 @@ class BorrowingTape(TapeBackend):
         return made
 
     def capture(self, *args: Any, **kwargs: Any) -> Any:
-        return tuple(Overwriting(graph, self) for graph in super().capture(*args, **kwargs))
+        graphs: Any = super().capture(*args, **kwargs)
+        for graph in graphs:
+            graph._recorded.forward.entries.insert(0, self.overwrite)
+        return graphs
 
-
-class Overwriting:
-    def __init__(self, graph: Any, borrowing: BorrowingTape) -> None:
-        self._graph, self._borrowing = graph, borrowing
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for tensor in self._borrowing.given:
+    def overwrite(self) -> None:
+        for tensor in self.given:
             tensor.fill_(torch.nan)
-            self._borrowing.poisoned += 1
-        self._borrowing.given = []
-        return self._graph(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._graph, name)
+        self.poisoned, self.given = self.poisoned + len(self.given), []
 
 
-def with_penalty(trainer: Any) -> None:
+def with_penalty(trainer: Any, name: str = "self_attention.linear_proj.weight") -> None:
     """Let each layer's eager part use a weight of its graphed one: a penalty on it."""
 
     def forward(layer: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output, bias = own(*args, **kwargs)
-        weight = layer.self_attention.linear_proj.weight
-        return output + weight.square().sum() * 1e-2, bias
+        return output + layer.get_parameter(name).square().sum() * 1e-2, bias
 
     for layer in layers_of(trainer):
         layer.mlp.forward = partial(forward, layer, layer.mlp.forward)

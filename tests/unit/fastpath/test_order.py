@@ -7,6 +7,7 @@ all-to-all of experts.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,10 +24,6 @@ from tests.unit.trainers import layers_of, trainer_of
 
 LAYERS = 3
 WRONG = Mismatch("verification", "output 0", "one", "other", "Cause.")
-
-
-class ForcedError(Exception):
-    pass
 
 
 def no_change(_trainer: Any, _patch: pytest.MonkeyPatch) -> None:
@@ -160,13 +157,9 @@ def test_a_rank_that_runs_eagerly_keeps_to_the_order_of_the_others(
 def test_an_error_before_a_replay_leaves_nothing_held(one_rank: None) -> None:
     with started(2) as trainer, pytest.MonkeyPatch.context() as patch:
         events = with_experts(trainer, patch)
-        layer = layers_of(trainer)[0]
-
-        def failing(*_args: Any, **_kwargs: Any) -> None:
-            raise ForcedError
-
-        patch.setitem(vars(layer), "_te_cuda_graph_replay", failing)
-        with pytest.raises(ForcedError):
+        failing = Mock(side_effect=ArithmeticError("forced"))
+        patch.setitem(vars(layers_of(trainer)[0]), "_te_cuda_graph_replay", failing)
+        with pytest.raises(ArithmeticError, match="forced"):
             trainer.step()
         gathers = [event for event in events if "None" not in event]
         assert gathers == ["forward: gather 0", "forward: gather 1"]

@@ -28,10 +28,10 @@ from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import Symbol
-from tests.unit.fastpath.test_fast_path import with_frozen
+from tests.unit.fastpath.test_fast_path import with_frozen, with_penalty
 from tests.unit.fastpath.test_main_weights import Scratch
 from tests.unit.ranks import on_ranks
-from tests.unit.trainers import layers_of, trainer_of
+from tests.unit.trainers import trainer_of
 from tests.unit.units import sharded
 
 PROGRAMS, LENGTH = 60, 40
@@ -320,11 +320,6 @@ def test_a_weight_without_a_gradient_is_not_counted(hooked: Any) -> None:
     assert said == [] and weights[0].grad is None
 
 
-def with_penalty(layer: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
-    output, bias = own(*args, **kwargs)
-    return output + layer.input_layernorm.weight.square().sum() * 1e-2, bias
-
-
 def of_norms(graphs: bool) -> Any:
     shape = CpuModelConfig(
         layers=3,
@@ -338,8 +333,7 @@ def of_norms(graphs: bool) -> Any:
         own = with_frozen(GPTModel, r"layers\.(?!.*input_layernorm\.weight)")
         patch.setattr("megatron_cg.tape.train.GPTModel", own)
         trainer = stack.enter_context(trainer_of(shape, graphs=graphs, microbatches=2))
-        for layer in layers_of(trainer):
-            layer.mlp.forward = partial(with_penalty, layer, layer.mlp.forward)
+        with_penalty(trainer, "input_layernorm.weight")
         numbers = [trainer.step()]
         if graphs:
             path: Any = trainer.capture(TapeBackend()).fast_path

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from tests.unit.backends.blocks import in_backward
+
 W = 8
 """The width of everything."""
 BACKEND = os.environ.get("RANDOM_UNITS_BACKEND", "tape")
@@ -137,18 +139,6 @@ class Nested(torch.autograd.Function):
         return y.grad, None
 
 
-class Counting(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, owner: Any) -> Tensor:
-        ctx.owner = owner
-        return y * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.owner.passes += 1
-        return grads[0], None
-
-
 class Clamped(torch.autograd.Function):
     """Writes into what it is given, and passes gradients straight through."""
 
@@ -162,7 +152,6 @@ class Clamped(torch.autograd.Function):
         return grads[0]
 
 
-_counting: Any = Counting.apply
 _nested: Any = Nested.apply
 
 
@@ -467,7 +456,10 @@ STATE = {
     "local class read": Feature(lambda u, y, v: u.local(y), build=_local),
     "closure read": Feature(lambda u, y, v: u.closed(y), build=_closure),
     "counter": do(lambda u, y, v: y * (1 + set_(u, "count", u.count + 1) % 2), count=lambda: 0),
-    "counter in backward": do(lambda u, y, v: _counting(y, u), passes=lambda: 0),
+    "counter in backward": do(
+        lambda u, y, v: in_backward(y, lambda g: first(g, set_(u, "passes", u.passes + 1))),
+        passes=lambda: 0,
+    ),
     "iterator": do(lambda u, y, v: y * next(u.turns), turns=lambda: itertools.repeat(0.5)),
     "drawn by an object": do(
         lambda u, y, v: y * (1 + (u.dice.random.random() < 0.5)),
