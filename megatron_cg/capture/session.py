@@ -9,8 +9,6 @@ Note [Where ranks vote on a capture]
     its launcher ends the others. If it fails after the hooks, all vote and end with the cause.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
     from megatron_cg.integrations.repeated_step import StepState
 
 logger = logging.getLogger(__name__)
-_SESSIONS: WeakKeyDictionary[Session, None] = WeakKeyDictionary()
+_SESSIONS: "WeakKeyDictionary[Session, None]" = WeakKeyDictionary()
 """Sessions with graphs, the oldest first. A session lives as long as its model, which holds it: the
 layers replay even if nobody else does. So a model that is dropped takes its graphs along."""
 _GO_ON = "{flag:--cg-on-failure eager}"

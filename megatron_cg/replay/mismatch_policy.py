@@ -11,8 +11,6 @@ Note [Refuted on all ranks]
     rank alone. That rank leaves a note, and the others read it when the next verification is due.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -46,7 +44,7 @@ class Counters(Mapping[str, int]):
     steps_verified: int = 0
     steps_differed: int = 0
 
-    def __add__(self, other: Counters) -> Counters:
+    def __add__(self, other: "Counters") -> "Counters":
         return Counters(*map(sum, zip(self.values(), other.values(), strict=True)))
 
     def as_dict(self) -> dict[str, int]:

@@ -24,8 +24,6 @@ Note [Results that are views]
     replay does. So who writes into any of them is told.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -248,7 +246,7 @@ class Later:
     def __init__(
         self,
         seen: Mapping[str, _Call],
-        units: Iterable[ModuleUnit],
+        units: "Iterable[ModuleUnit]",
         waiting: Callable[[], Mapping[str, Any]],
         found: Callable[[Mismatch, str], None],
     ) -> None:

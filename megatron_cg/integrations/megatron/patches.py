@@ -15,8 +15,6 @@ Note [How long a helper votes]
     closes the first one and deletes its graphs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys
@@ -154,7 +152,7 @@ def disable() -> None:
             before.undo.close()
 
 
-def counters() -> list[Counters]:
+def counters() -> "list[Counters]":
     """The counts of each ``TECudaGraphHelper`` of a model under Megatron-FSDP, the oldest first."""
     return [] if _enabled is None else [one.controller.counters for one in _enabled.helpers]
 

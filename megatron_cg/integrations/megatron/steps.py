@@ -18,8 +18,6 @@ A loop that does what ``_REFUSED`` lists ends with an error before its optimizer
 verification takes the first of several calls for the same gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -146,7 +144,7 @@ def _refused(rule: str, flag: str) -> ConfigurationError:
     return ConfigurationError([Violation(rule, f"{setting}, and {found}", reason, remedy)])
 
 
-_repeaters: WeakKeyDictionary[nn.Module, _Repeater] = WeakKeyDictionary()
+_repeaters: "WeakKeyDictionary[nn.Module, _Repeater]" = WeakKeyDictionary()
 """By the ``MegatronFSDP`` of a model."""
 
 
@@ -194,7 +192,7 @@ class _Repeater:
     model: Sequence[Any]
     optimizers: Sequence[Any]
     steps: Steps
-    bound: RowBound | None
+    bound: "RowBound | None"
     running: bool = False
     """Whether :meth:`run` is under way; another replacement of the schedule is inside of it."""
     _ran: bool = False
