@@ -5,20 +5,18 @@ allocator. Megatron looks up ``training_log`` as a global of its module after ea
 parameter ``iteration`` counts steps from 1.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_cg.replay.mismatch_policy import Counters
-from megatron_cg.upstream.patch import Undo, run_instead, undone_after
+from megatron_cg.upstream.patch import Undo, run_instead
 from megatron_cg.upstream.symbols import Symbol
 
 if TYPE_CHECKING:
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_sinks: list[Recorder] = []
+_sinks: "list[Recorder]" = []
 
 
 def is_recorded() -> bool:
@@ -43,12 +41,10 @@ def note(key: str, value: Any) -> None:
         sink.note(key, value)
 
 
-@contextmanager
-def recording(sink: Recorder) -> Iterator[None]:
-    """Send notes and captures to ``sink`` inside the block."""
+def record_to(sink: "Recorder") -> Undo:
+    """Send notes and captures to ``sink`` until the returned function is called."""
     _sinks.append(sink)
-    with undone_after(lambda: _sinks.remove(sink)):
-        yield
+    return partial(_sinks.remove, sink)
 
 
 def memory() -> dict[str, int] | None:
@@ -81,7 +77,7 @@ class CaptureReport:
         self._units, self._before, self._since = len(units), memory(), time.perf_counter()
 
     def ended(
-        self, graphs: int = 0, path: FastPath | None = None, error: BaseException | None = None
+        self, graphs: int = 0, path: "FastPath | None" = None, error: BaseException | None = None
     ) -> None:
         """So many graphs replay from now on, by a fast path if there is one, or it failed."""
         seconds, before, after = time.perf_counter() - self._since, self._before, memory()

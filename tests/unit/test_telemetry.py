@@ -12,9 +12,10 @@ from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.replay.mismatch_policy import Counters
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.telemetry import follow_log, recording
+from megatron_cg.telemetry import follow_log, record_to
 from megatron_cg.tools.record.compare import read_run
 from megatron_cg.tools.record.record import Recorder
+from megatron_cg.upstream.patch import undone_after
 from tests.unit.trainers import trainer_of
 
 
@@ -89,7 +90,7 @@ def test_a_capture_is_recorded_and_said_in_one_line(
     after = {"allocated_bytes": 412 * MIB, "reserved_bytes": 196 * MIB}
     points = [before, after]
     recorder, model = Recorder(tmp_path), CpuModelConfig(layers=2, graph_modules=("attn",))
-    with trainer_of(model) as trainer, recording(recorder):
+    with trainer_of(model) as trainer, undone_after(record_to(recorder)):
         trainer.step()
         failing = patch.object(TapeBackend, "capture", side_effect=CaptureError("on purpose"))
         with failing, pytest.raises(CaptureError, match="on purpose"):

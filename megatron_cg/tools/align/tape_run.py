@@ -25,7 +25,7 @@ from megatron_cg.tape import launch
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.train import Trainer
 from megatron_cg.tape.training_plan import CpuModelConfig, TrainingPlan
-from megatron_cg.telemetry import recording
+from megatron_cg.telemetry import record_to
 from megatron_cg.tools.align.run import VERIFY_STEPS
 from megatron_cg.tools.record.record import Recorder
 from megatron_cg.upstream.patch import undone_after
@@ -42,7 +42,7 @@ def train(plan: TrainingPlan, directory: Path) -> None:
         full = plan.model.options.get("recompute_granularity") == "full"
         with (
             undone_after(allow_full_recompute() if full else lambda: None),
-            recording(recorder),
+            undone_after(record_to(recorder)),
             closing(Trainer(plan)) as trainer,
         ):
             for number in range(plan.steps):

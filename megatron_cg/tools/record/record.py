@@ -19,8 +19,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -32,9 +32,11 @@ from torch import nn
 from megatron_cg.arguments.schema import PACKAGES
 from megatron_cg.fsdp.roles import fsdp_class
 from megatron_cg.fsdp.sharding import find_megatron_fsdp
-from megatron_cg.telemetry import recording
+from megatron_cg.replay.borders import local
+from megatron_cg.replay.verify import bytes_of
+from megatron_cg.telemetry import record_to
 from megatron_cg.tools.record.compare import FORMAT
-from megatron_cg.upstream.patch import run_instead
+from megatron_cg.upstream.patch import Undo, combined_undo, run_instead
 from megatron_cg.upstream.symbols import Symbol, changed, installed_version
 from megatron_cg.version import __version__
 
@@ -77,11 +79,9 @@ def parameter_digests(model: nn.Module) -> dict[str, str]:
 
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of dtype, shape and bytes, for any dtype and device."""
-    value = tensor.detach()
-    local = getattr(value, "to_local", None)
-    value = (local() if local is not None else value).cpu().contiguous()
+    value = local(tensor).detach().cpu()
     hashed = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-    hashed.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    hashed.update(bytes_of(value).numpy().data)
     return hashed.hexdigest()
 
 
@@ -111,19 +111,18 @@ _VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH
 """How the environment variables begin that affect CUDA, NCCL, TE and the allocator."""
 
 
-def install_recorder(directory: str | Path, loop: LoopName = "megatron") -> Callable[[], None]:
+@combined_undo
+def install_recorder(directory: str | Path, loop: LoopName = "megatron") -> Iterator[Undo]:
     """Record the run of this process into ``directory/rank<N>.jsonl``; returns the undo.
 
     Raises UpstreamChangedError when a function of ``loop`` is not as relied on.
     """
     recorder = Recorder(Path(directory))
     functions = (recorder.train, recorder.train_step, recorder.evaluate)
-    with ExitStack() as stack:
-        for symbol, function in zip(_LOOPS[loop], functions, strict=True):
-            stack.callback(run_instead(symbol, function))
-        stack.callback(recorder.close)
-        stack.enter_context(recording(recorder))
-        return stack.pop_all().close
+    for symbol, function in zip(_LOOPS[loop], functions, strict=True):
+        yield run_instead(symbol, function)
+    yield recorder.close
+    yield record_to(recorder)
 
 
 class Recorder:
