@@ -62,6 +62,7 @@ from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_gra
 from megatron_cg.fastpath.optimizer_step import IdlePool, copied, inner_optimizers
 from megatron_cg.fastpath.part import NotApplicableError, known
 from megatron_cg.fsdp.roles import fsdp_v2, unsharded_parameters
+from megatron_cg.replay.borders import same_placements
 from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.upstream import patch
 from megatron_cg.upstream.symbols import Symbol, installed_version
@@ -389,8 +390,6 @@ class _Casts:
 
     def _knows(self, parameter: Any, gradient: Any) -> bool:
         made = self._made.get(parameter)
-        if made is None:
+        if made is None or not same_placements(made._spec, gradient._spec):
             return False
-        here, there = made._spec, gradient._spec
-        same = here.placements == there.placements and here.mesh == there.mesh
-        return bool(same and here.shape == there.shape and made.dtype == parameter.dtype)
+        return bool(made.shape == gradient.shape and made.dtype == parameter.dtype)
