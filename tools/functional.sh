@@ -4,8 +4,8 @@
 #
 #     tools/functional.sh build/functional [GROUP...]
 #
-# writes a log for each group (or only these) and "ended", their exit codes. What some groups need is named by
-# variables, and without it their tests skip: CUBLAS is cuBLAS 13.10 to preload
+# writes a log for each group, or only for these, and "ended", their exit codes. What some groups
+# need is named by variables, and without it their tests skip: CUBLAS is cuBLAS 13.10 to preload
 # (libcublasLt.so.13:libcublas.so.13); the others are folders for PYTHONPATH. MEGATRON is a
 # Megatron-LM of its main branch, with compiled dataset helpers; BRIDGE has Megatron-Bridge,
 # DATASETS Hugging Face's datasets, TITAN torchtitan with its SimpleFSDP.
