@@ -153,7 +153,7 @@ _OF_FSDP = (
         "{flag:--fp16} with {flag:--use-megatron-fsdp}",
         "before it unscales, Megatron's optimizer (megatron-core 0.19.2) reads the gradient of "
         "every parameter, and under Megatron-FSDP some have none, so eager runs fail too",
-        "{type:--bf16} instead, or {drop:--fp16} and train in fp32",
+        "{drop:--fp16}, and {type:--bf16} or train in fp32",
     ),
     Rule(
         "fp8-primary-weights",

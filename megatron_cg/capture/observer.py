@@ -317,8 +317,7 @@ def _attention(kernel: Callable[..., Any], *args: Any) -> Any:
 
 
 def generators_read(unit: Unit, device_type: str) -> list[torch.Generator]:
-    of_unit = generators_of([unit.layer], device_type)
-    return [torch.default_generator, *device_generator(), *of_unit]
+    return [torch.default_generator, *device_generator(), *generators_of([unit.layer], device_type)]
 
 
 def overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

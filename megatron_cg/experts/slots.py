@@ -166,8 +166,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         here, there = _here_and_there(ctx.saved_tensors)
-        back = ctx.transport(gradients[0], there, here)
-        return back, None, *[None] * len(ctx.saved_tensors)
+        return ctx.transport(gradients[0], there, here), None, *[None] * len(ctx.saved_tensors)
 
 
 def _here_and_there(tensors: Sequence[torch.Tensor]) -> tuple[Places, Places]:

@@ -56,8 +56,7 @@ def allow_graphs() -> Undo:
             config.cuda_graph_impl, ddp_config.megatron_fsdp_cuda_graph_mode = "none", False
         rules(config, ddp_config, *rest, **named)
 
-    allowed = set_attribute(_MODEL, "_validate_config", staticmethod(check))
-    return combine_undos((allowed, mended))
+    return combine_undos((set_attribute(_MODEL, "_validate_config", staticmethod(check)), mended))
 
 
 def _cast(cast: Callable[..., Any], buffer: Any, dtype: torch.dtype, *, out: Any = None) -> Any:

@@ -390,7 +390,7 @@ class GuardedGraph:
         mismatch = mismatch or self._verifications.refuted.get(self._index)
         if mismatch is None and (self._index in self._verifications.due or not self._has_replayed):
             self.mismatches.conditions.flush_prefetch()
-            mismatch = self._verify(args, kwargs)
+            return self._verify(args, kwargs)
         return mismatch
 
     def replay(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -292,8 +292,7 @@ def _transformer_engine() -> _Contexts:
         return
     for module in _loaded("megatron.core.transformer.multi_token_prediction"):
         # megatron-core 0.20 asks for classes of its own, which are none without TE.
-        name = "is_inference_column_parallel_linear"
-        yield replaced(module, name, lambda _module: False)
+        yield replaced(module, "is_inference_column_parallel_linear", lambda _module: False)
     for module in _loaded("megatron.core.utils"):
         # megatron-core 0.19.2 caches the first answer for the whole process.
         yield replaced(module, "_te_version", None)

@@ -33,7 +33,7 @@ _TASKS = re.compile(r"(srun|mpirun|mpiexec)\s")
 _NO_SCRIPT = (
     "give after a bare -- the whole command that starts the run, with its script (a name that ends "
     "with .py) and flags: torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ... In a "
-    "shell script, write megatron-cg plan -- before torchrun or python. For other trainings see "
+    "shell script, write megatron-cg ... -- before torchrun or python. For other trainings see "
     "docs/graph_units.md and docs/clients.md"
 )
 MEGATRONS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
@@ -160,8 +160,7 @@ class LaunchLine:
         parts = [f"{self.before}{shlex.quote(self.script)}", *map(str, self.flags), self.after]
         if self.outer == ("", ""):
             return between.join(filter(None, parts))
-        inner = " ".join(filter(None, parts))
-        return f"{self.outer[0]}{shlex.quote(inner)}{self.outer[1]}"
+        return f"{self.outer[0]}{shlex.quote(' '.join(filter(None, parts)))}{self.outer[1]}"
 
 
 def read_line(words: Sequence[str]) -> LaunchLine:

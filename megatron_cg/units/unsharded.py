@@ -60,8 +60,7 @@ class Unsharded(Sharding):
         node = _node_of(parameter)
         if node.metadata.pop("megatron_cg", None) is not mark:
             return False  # It is new, since nobody else had it.
-        in_python = sys.getrefcount(node) > _USERS
-        return in_python or id(parameter) in self._in_wrappers
+        return sys.getrefcount(node) > _USERS or id(parameter) in self._in_wrappers
 
     @cached_property
     def _in_wrappers(self) -> frozenset[int]:

@@ -95,9 +95,8 @@ def _on_tape(
         )
     model = CpuModelConfig(**preset.tape)
     scopes = model.graph_modules if args.scopes is None else args.scopes
-    lacking = (
-        ("mamba", "moe") if model.experts else ("mamba", "moe", "moe_router", "moe_preprocess")
-    )
+    of_experts = ("moe_router", "moe_preprocess")
+    lacking = ("mamba", "moe") if model.experts else ("mamba", "moe", *of_experts)
     if missing := [scope for scope in scopes if scope in lacking]:
         raise MegatronCGError(
             f"on the CPU, {preset.name} has no {' and '.join(missing)} to capture: give other "
@@ -143,9 +142,7 @@ def _rows(comparison: Comparison) -> Iterator[list[str]]:
     for value in comparison.values:
         if value.rank == 0 or not value.same:
             name = value.name if value.rank == 0 else f"{value.name} (rank {value.rank})"
-            numbers = [
-                "absent" if text is None else f"{float.fromhex(text):.9g}"
-                for text in (value.eager, value.graphed)
-            ]
+            both = (value.eager, value.graphed)
+            numbers = ["absent" if n is None else f"{float.fromhex(n):.9g}" for n in both]
             result = ("0", "same") if value.same else (f"{value.difference:.3e}", "differ")
             yield [str(value.step), name, *numbers, *result]

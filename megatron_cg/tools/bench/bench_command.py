@@ -211,10 +211,8 @@ def invoke(args: argparse.Namespace, extra: Sequence[str]) -> int:
                 print(f"# {name}\n{shlex.join(line.command)}")
             return 0
         if not (here := machine())["gpus"]:
-            text = "nvidia-smi finds no GPU: start it where there are some. --dry-run prints its"
-            raise MegatronCGError(
-                f"{text} lines anywhere, and megatron-cg plan computes the memory."
-            )
+            text = "--dry-run prints its lines anywhere, and megatron-cg plan computes the memory."
+            raise MegatronCGError(f"nvidia-smi finds no GPU: start it where there are some. {text}")
         settings = {"settle_steps": args.settle_steps, "steps": args.steps}
         results: dict[str, Any] = {"schema": SCHEMA, "machine": here, "settings": settings}
         results["runs"] = []

@@ -182,7 +182,7 @@ def _run(words: Sequence[str]) -> int:
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="megatron-cg", description="Partial CUDA graphs under Megatron-FSDP, bit for bit."
+        prog="megatron-cg", description="CUDA graphs of layers under Megatron-FSDP, bit for bit."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

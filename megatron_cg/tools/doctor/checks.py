@@ -174,8 +174,7 @@ def symbols(system: System) -> Iterator[Finding]:
         if package in FRAMEWORKS:  # pip install --no-deps leaves out what it requires.
             remedy = f"pip check  # or: {remedy}"
         if broken:
-            names = ", ".join(broken)
-            found = f"symbols of {package} are missing or changed: {names}"
+            found = f"symbols of {package} are missing or changed: {', '.join(broken)}"
             yield error(found, "this package refuses to capture without them", remedy)
         if unknown:
             found = f"functions of {package} have unknown code: {', '.join(unknown)}"

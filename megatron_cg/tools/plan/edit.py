@@ -22,6 +22,7 @@ from megatron_cg.tools.plan.settings import Settings, require_model, settings_of
 _MODULES, _SCOPE, _GEMM = "--cuda-graph-modules", "--cuda-graph-scope", "--cg-grouped-gemm"
 _EXCHANGE, _STASH, _ROWS = "--cg-moe-exchange", "--cg-moe-stash", "--cg-moe-rows"
 _RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
+RECOMPUTES = ("--recompute-granularity", _RECOMPUTE)
 LAUNCHER, _FORMAT = "-m megatron_cg", "--ckpt-format"
 _CONVERT = (
     " A checkpoint in {} {} has to be converted from torch_dist first: torchrun "
@@ -116,8 +117,9 @@ class Tried:
         choice = " ".join(str(flag) for flag in self.line.flags if flag.name in _CHOSEN)
         if self.memory is not None:
             return f"{choice} would need {gib(self.memory.total)} of {gib(room)}"
-        said = [f"{choice} is refused"]
-        for item in self.settings.broken:
+        said, broken = [f"{choice} is refused"], self.settings.broken
+        # Megatron sees our changes, and beside our rules it refuses what the line does not say.
+        for item in [item for item in broken if item.rule != "megatron"] or broken:
             said.append(f"{item.found}: {item.reason.rstrip('.')}")
             said += [f"Instead: {item.remedy.partition(', or ')[0]}"] * bool(item.remedy)
         return ". ".join(said)
@@ -170,6 +172,9 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         default=(starts or sorted(tried, key=lambda trial: len(trial.settings.broken)))[0],
     )
     eager, reasons = None, dict(best.reasons)
+    if starts:  # with the recompute of the given line, which some graphs cannot have
+        of_line = replace(settings.run, cuda_graph_impl="none")
+        eager = memory_of(replace(starts[0].settings, run=of_line))
     for name in _CHOSEN:
         bounds = name in _BOUNDS and best.line.has(name)
         if not bounds and best.line.values(name) != tried[0].line.values(name):
@@ -177,12 +182,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     for name in ("--load", "--pretrained-checkpoint") if _FORMAT in reasons else ():
         if path := given.values(name):
             reasons[_FORMAT] += _CONVERT.format(name, *path)
-    if best.memory is not None:  # of the trial that recomputes most
-        runs = [replace(trial.settings.run, cuda_graph_impl="none") for trial in starts]
-        without = [replace(t.settings, run=run) for t, run in zip(starts, runs, strict=True)]
-        eager = min(map(memory_of, without), key=lambda memory: memory.total)
     best = replace(best, reasons=reasons)
-    asks = (*_asks(settings, known.count), *_asks_of_choice(settings, best))
+    asks = (*_asks(settings, known.count), *_asks_of_choice(settings, known, best))
     return Edited(given, known, best, eager, room, asks)
 
 
@@ -214,13 +215,19 @@ def _asks(settings: Settings, gpus: int) -> tuple[str, ...]:
     return tuple(text for text, holds in texts.items() if holds)
 
 
-def _asks_of_choice(settings: Settings, best: Tried) -> Iterator[str]:
+def _asks_of_choice(settings: Settings, gpus: Gpus, best: Tried) -> Iterator[str]:
     """What the chosen graphs leave out or do, which another line could change."""
-    is_partial = settings.run.is_moe and "moe" not in (best.line.values(_MODULES) or ())
-    if is_partial and settings.args.moe_token_dispatcher_type != "alltoall":
+    run = settings.run
+    if changed := [best.reasons[name] for name in RECOMPUTES if name in best.reasons]:
+        yield f"Less is recomputed, so activations take more memory. {changed[0]}"
+    is_partial = run.is_moe and "moe" not in (best.line.values(_MODULES) or ())
+    lacks = ["--moe-grouped-gemm"] * (not run.moe_grouped_gemm)
+    if run.moe_token_dispatcher_type != "alltoall":
+        lacks.append("--moe-token-dispatcher-type alltoall")
+    if is_partial and lacks and not _on_several_hosts(settings.args, gpus):
         yield (
-            "Experts stay eager. Add --moe-token-dispatcher-type alltoall to capture whole MoE "
-            "layers: with many small experts a step was 2 to 3 times as fast as with these graphs"
+            f"Experts stay eager. Add {' '.join(lacks)} to capture whole MoE layers: with "
+            "many small experts a step was 2 to 3 times as fast as with these graphs"
         )
     if _MODULES in best.reasons and "attn" not in (best.line.values(_MODULES) or ()):
         for item in _against_attention(settings.run):

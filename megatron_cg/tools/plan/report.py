@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_cg.errors import ranged
 from megatron_cg.tools.launch_line import LaunchLine, read_line
-from megatron_cg.tools.plan.edit import LAUNCHER, Edited, edit, gib
+from megatron_cg.tools.plan.edit import LAUNCHER, RECOMPUTES, Edited, Tried, edit, gib
 from megatron_cg.tools.plan.memory import Layer, Memory, Part
 
 WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
@@ -22,7 +22,6 @@ _SMALLER = (
     "It does not fit without graphs either: use more GPUs, more tensor or expert parallelism, a "
     "shorter --seq-length, a smaller --micro-batch-size, or --recompute-granularity."
 )
-_FEWER = "Capture fewer layers, as with --cg-layers attn:0-15, or leave scopes out."
 
 
 def invoke(args: Namespace, extra: Sequence[str]) -> int:
@@ -133,7 +132,16 @@ def _memory(plan: Edited, memory: Memory) -> Iterator[str]:
     sizes = f"{gib(memory.total)}, {gib(eager)} without graphs, of {gib(plan.room)}"
     yield from _wrapped(f"{fits}: {sizes}.", "")
     if not plan.accepted:
-        yield from _wrapped(_SMALLER if eager > plan.room else _FEWER, "  ")
+        yield from _wrapped(_SMALLER if eager > plan.room else _without_all(plan.best), "  ")
+
+
+def _without_all(tried: Tried) -> str:
+    """What to do if the run fits without graphs alone."""
+    if not tried.reasons.keys().isdisjoint(RECOMPUTES):
+        return "Keep the line as it is: with its own recompute it fits without graphs."
+    last = max(0, tried.settings.args.num_layers // 2 - 1)
+    layers = " ".join(f"{scope}:0-{last}" for scope in tried.settings.run.scope_names)
+    return f"Keep the line as it is, or capture fewer layers, as with --cg-layers {layers}."
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

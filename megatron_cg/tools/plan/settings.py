@@ -146,16 +146,13 @@ def _of_packs(args: Any, run: RunArguments, graph: GraphArguments) -> Iterator[V
     size = (graph.cg_packed_samples or 1) * heads * (args.seq_length or 0) ** 2
     packs = run.packs_sequences and run.captures("attn")
     if packs and args.deterministic_mode and size >= _DETERMINISTIC_PACK:
-        found = (
-            f"--deterministic-mode with packs of {args.seq_length} tokens and captured attention"
-        )
         reason = (
             "on Hopper cuDNN then computes attention only if samples x heads of a rank x tokens of "
             "the pack ** 2 is below 2 ** 30, and other kernels have other bits in a graph"
         )
-        yield Violation(
-            "packed-deterministic", found, reason, "compare with a shorter --seq-length, or drop it"
-        )
+        remedy = "type a smaller --seq-length, or drop --deterministic-mode"
+        found = f"--deterministic-mode with packs of {args.seq_length} tokens in captured attention"
+        yield Violation("packed-deterministic", found, reason, remedy)
 
 
 def _of_plan(run: RunArguments, capability: tuple[int, int]) -> Iterator[Violation]:
@@ -270,7 +267,7 @@ def _gpu(
 
 def _text_of(error: BaseException) -> str:
     """An error in one line; for a bare assertion, what Megatron asserts, in flags."""
-    if text := " ".join(str(error).split()):
+    if text := " ".join(str(error).split()).removesuffix(" with:"):  # as Megatron's own end
         return text
     line = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
     flags = re.sub(r"\bargs\.(\w+)", lambda name: f"--{name[1].replace('_', '-')}", line)

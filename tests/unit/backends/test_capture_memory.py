@@ -53,8 +53,7 @@ def test_gradients_outlive_their_step_in_megatrons_graph_mode_and_not_in_ours(
     trainer._fsdp.zero_grad_buffer()
     undo()
     assert copied(trainer) == 0
-    config = trainer._fsdp.param_and_grad_buffer.ddp_config
-    assert config.megatron_fsdp_cuda_graph_mode is True
+    assert trainer._fsdp.param_and_grad_buffer.ddp_config.megatron_fsdp_cuda_graph_mode is True
 
 
 @pytest.fixture

@@ -11,9 +11,7 @@ from megatron_cg.tape.training_plan import CpuModelConfig
 from tests.unit.trainers import trainer_of
 
 NEEDED = {
-    "unshard": {
-        *("gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"),
-    },
+    "unshard": {*("gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch")},
     "gradients": {"scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"},
     "detached-weights-of-graphs": {"deferred-prefetch"},
 }

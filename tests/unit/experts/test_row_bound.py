@@ -98,8 +98,7 @@ def test_the_rank_that_is_sent_most_decides(counts: list[int], most: int) -> Non
 
 def test_rows_beyond_a_slot_are_those_of_the_last_experts() -> None:
     counts = torch.tensor([[2, 3, 4], [5, 0, 0], [0, 0, 6], [1, 1, 1]])
-    expected = [[2, 3, 0], [5, 0, 0], [0, 0, 5], [1, 1, 1]]
-    assert clipped(counts, 5).tolist() == expected
+    assert clipped(counts, 5).tolist() == [[2, 3, 0], [5, 0, 0], [0, 0, 5], [1, 1, 1]]
     assert clipped(counts, 9).tolist() == counts.tolist()
 
 
@@ -129,5 +128,4 @@ def test_what_was_shared_is_what_is_read() -> None:
 
 
 def test_enough_is_a_factor_that_has_room() -> None:
-    factors = [enough(rows, 1000) for rows in (1000, 1001, 1250, 1999)]
-    assert factors == [1.0, 1.01, 1.25, 2.0]
+    assert [enough(rows, 1000) for rows in (1000, 1001, 1250, 1999)] == [1.0, 1.01, 1.25, 2.0]

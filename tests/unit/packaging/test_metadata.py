@@ -69,8 +69,7 @@ def test_every_import_is_of_something_declared() -> None:
     declared = {name_of(item) for item in NEEDED}
     declared |= {name_of(item) for items in EXTRAS.values() for item in items}
     declared |= {canonicalize_name(one.name) for one in pinned("transformers.txt")}  # an example's
-    unknown = {name: str(path) for name, path in imported() if name not in declared}
-    assert unknown == {}
+    assert {name: str(path) for name, path in imported() if name not in declared} == {}
 
 
 @pytest.mark.parametrize("name", INTERNALS)

@@ -151,10 +151,7 @@ ENDS = {
     _one("island off", "autocast in backward"): "cpu in the backward pass was off",
     # A weight is replaced after the last observed step: one more is observed.
     Program(
-        1,
-        events=((3, "parameter replaced", 0), (5, "head tied", 0)),
-        autocast="forward",
-        warmup=3,
+        1, events=((3, "parameter replaced", 0), (5, "head tied", 0)), autocast="forward", warmup=3
     ): f"{_LATER}a weight",
     _one("plain", "casts not kept", autocast="forward"): "equal",
     # Without the cache, weights are shared and casts of them are not.

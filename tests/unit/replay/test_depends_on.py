@@ -438,6 +438,5 @@ def test_contents_are_found_the_same_as_by_value() -> None:
 
 
 def test_only_a_container_in_which_nothing_can_be_replaced_need_not_be_looked_at() -> None:
-    fixed = (1, ("a", frozenset({2})))
-    assert not Contents(fixed).can_change
+    assert not Contents((1, ("a", frozenset({2})))).can_change
     assert Contents((1, ("a", [2]))).can_change

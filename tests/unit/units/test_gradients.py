@@ -60,8 +60,7 @@ def test_a_verified_replay_writes_into_inputs_as_others_do(
         return backward(y.square().mean() + first.sin().mean())
 
     counts = {"replayed": 3, "eager": 3}
-    make = partial(units, Peeking)
-    assert_as_eager(counts, make, microbatch, 2, units="0", verify_interval=1)
+    assert_as_eager(counts, partial(units, Peeking), microbatch, 2, units="0", verify_interval=1)
 
 
 class Two(Unit):
@@ -81,8 +80,7 @@ def test_anomaly_mode_sees_no_made_up_gradients(verify_interval: int) -> None:
 
     counts = {"replayed": plain.REPLAYED, "mismatched": 0}
     with torch.autograd.set_detect_anomaly(True):
-        make = partial(units, Two)
-        assert_as_eager(counts, make, microbatch, verify_interval=verify_interval)
+        assert_as_eager(counts, partial(units, Two), microbatch, verify_interval=verify_interval)
         assert torch.is_anomaly_enabled()
 
 

@@ -19,8 +19,7 @@ TRAINED = "--bf16 --lr 1e-4 --train-iters 9 --mock-data --tokenizer-type NullTok
 
 
 def preset(name: str, more: str = "", launcher: str = "torchrun --nproc-per-node 2") -> str:
-    flags = shlex.join(load_preset(name).arguments())
-    return f"{launcher} train.py {flags} {TRAINED} {more}"
+    return f"{launcher} train.py {shlex.join(load_preset(name).arguments())} {TRAINED} {more}"
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -34,6 +33,7 @@ def test_every_preset_can_be_made_to_run(name: str, plan: Plan) -> None:
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 BOUNDS = [("", 27, "stash 1.5"), ("--cg-moe-stash 4", 23, "rows 1.5"), (FP8, 27, "rows 2")]
+GROUPED = "--moe-grouped-gemm"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 MENDED = [
     ("--optimizer-cuda-graph", "", "--optimizer-cuda-graph"),
@@ -184,7 +184,7 @@ def test_a_graph_of_a_whole_iteration_is_not_replaced(given: str, plan: Plan) ->
 
 OFFLOAD = "--fine-grained-activation-offloading"
 REFUSED = {
-    "--fp16": ("fp16", "type --bf16 instead"),
+    "--fp16": ("fp16", "drop --fp16, and type --bf16"),
     f"{OFFLOAD} --offload-modules mlp_norm": ("activation-offloading", f"drop {OFFLOAD}"),
     "--num-attention-heads 7": ("megatron", "requires --hidden-size % --num-attention-heads == 0"),
     "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
@@ -249,6 +249,21 @@ def test_less_memory_means_fewer_scopes_until_nothing_fits(
         return
     assert found.best.line.values("--cuda-graph-modules") == tuple(captured.split())
     assert changes(plan(str(found.best.line), memory)) == []
+
+
+def test_without_graphs_a_line_keeps_its_own_recompute(plan: Plan) -> None:
+    lines = [preset("llama", f"{FULL} --hidden-dropout {share}") for share in ("0", "0.1")]
+    kept, dropped = (plan(line, 11) for line in lines)
+    assert kept.accepted and kept.eager and dropped.eager and not dropped.accepted
+    assert dropped.eager.total < 1.01 * kept.eager.total
+    assert "Less is recomputed, so activations take more memory." in said(dropped)
+    assert "with its own recompute it fits without graphs" in said(dropped)
+
+
+def test_what_keeps_experts_out_of_graphs_is_asked_about(plan: Plan) -> None:
+    flex = said(plan(preset("qwen3-moe", "--moe-token-dispatcher-type flex").replace(GROUPED, "")))
+    assert f"Add {GROUPED} --moe-token-dispatcher-type alltoall to capture whole" in flex
+    assert "pad_expert_input" not in flex  # Megatron says so of our own change
 
 
 def test_layers_of_prediction_have_names_of_their_own(plan: Plan) -> None:
