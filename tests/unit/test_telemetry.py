@@ -56,14 +56,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_lines_tell_what_is_new_at_megatrons_intervals(run: Run) -> None:
     run.train()
-    assert run.printed == [
-        " megatron_cg | captured: 3 | replayed: 2 | eager: 0 | mismatched: 0 | "
-        "verified: 0 | outputs only: 0 | gradients unstable: 0 | repeated: 2 | "
-        "steps verified: 0 |",
-        " megatron_cg | captured: 0 | replayed: 5 | eager: 0 | mismatched: 0 | "
-        "verified: 0 | outputs only: 0 | gradients unstable: 0 | repeated: 0 | "
-        "steps verified: 0 |",
-    ]
+    line = (
+        " megatron_cg | captured: {} | replayed: {} | eager: 0 | mismatched: 0 | verified: 0 | "
+        "outputs only: 0 | gradients unstable: 0 | repeated: {} | steps verified: 0 |"
+    )
+    assert run.printed == [line.format(3, 2, 2), line.format(0, 5, 0)]
 
 
 def test_runs_without_graphs_print_nothing(run: Run) -> None:

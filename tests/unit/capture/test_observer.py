@@ -1,6 +1,7 @@
 """What is noted for a capture: memory in other tensors, collectives, constant inputs."""
 
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,21 +21,13 @@ from megatron_cg.units.code_observer import holder_of
 from tests.unit.backends.blocks import in_backward
 
 
-class Quantized:
-    """A tensor whose memory is in others, as TE's are."""
-
-    def __init__(self) -> None:
-        self._data, self._transpose = torch.zeros(4), torch.zeros(4)
-        self._scale_inv, self.device = None, torch.device("cpu")
-
-    def data_ptr(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize("moved", ["_data", "_transpose"])
 def test_all_memory_of_a_quantized_tensor_is_followed_and_told_in_hex(moved: str) -> None:
-    weight = Quantized()
-    where = Addresses([Watched(weight, "a weight", "It moved.")])  # type: ignore[arg-type]
+    """Its memory is in other tensors, as in TE's."""
+    parts: dict[str, Any] = {"_data": torch.zeros(4), "_transpose": torch.zeros(4)}
+    device = torch.device("cpu")
+    weight: Any = SimpleNamespace(**parts, _scale_inv=None, device=device, data_ptr=lambda: 0)
+    where = Addresses([Watched(weight, "a weight", "It moved.")])
     before = [weight._data, weight._transpose]
     where.note(forward=True)
     assert where.broken(forward=True) is None

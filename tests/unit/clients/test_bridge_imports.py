@@ -99,9 +99,8 @@ def test_a_configuration_is_checked_before_bridge_does(
     cfg.dist.use_megatron_fsdp, cfg.model.cuda_graph_impl = True, "none"
     cfg.validate()
     assert cfg.model.finalized
-    assert (
-        patches._enabled is not None and not patches._enabled.checked
-    )  # A helper of this model would be checked.
+    # A helper of this model would be checked.
+    assert patches._enabled is not None and not patches._enabled.checked
     cfg = container(kind, **FITS)
     cfg.dataset.enable_in_batch_packing = False
     cfg.validate()

@@ -1,6 +1,5 @@
 """The dispatcher against Megatron's, with routings that a router seldom makes."""
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -42,9 +41,7 @@ def crosswise(token: int, experts: int, rank: int) -> list[int]:
     return [experts - 1 - token % 2, experts // 2] if rank == 0 else [0, 1]
 
 
-ROUTINGS: tuple[Callable[[int, int, int], list[int]], ...] = (
-    *(spread, to_first, to_last_rank, crosswise),
-)
+ROUTINGS = (spread, to_first, to_last_rank, crosswise)
 
 
 def routing_map(routing: Any, experts: int, rank: int) -> torch.Tensor:

@@ -63,14 +63,9 @@ def test_each_row_comes_to_its_place_and_to_no_other() -> None:
     assert len(found) == 12 and all(found.values()), found
 
 
-class Stands:
-    path = "torch:function"
-
-    def __init__(self, function: Any) -> None:
-        self._function = function
-
-    def find(self) -> Any:
-        return self._function
+def stands(function: Any) -> Any:
+    """A symbol that is found to be this function."""
+    return SimpleNamespace(path="torch:function", find=lambda: function)
 
 
 def empty(*size: int, device: Any, **named: Any) -> torch.Tensor:
@@ -90,8 +85,8 @@ def refused() -> Any:
         with (
             patch.object(socket, "gethostname", return_value=host),
             patch.object(torch.cuda, "current_device", return_value=0),
-            patch.object(peer_memory, "_EMPTY", Stands(make)),
-            patch.object(peer_memory, "_RENDEZVOUS", Stands(lambda *_: "waits for the others")),
+            patch.object(peer_memory, "_EMPTY", stands(make)),
+            patch.object(peer_memory, "_RENDEZVOUS", stands(lambda *_: "waits for the others")),
             pytest.raises(CaptureError) as error,
         ):
             made()._made(2**20, 8)
@@ -115,7 +110,7 @@ def made() -> PeerMemory:
 @pytest.fixture
 def torch_on_cpus(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(peer_memory, "_EMPTY", Stands(empty))
+    monkeypatch.setattr(peer_memory, "_EMPTY", stands(empty))
 
 
 @pytest.mark.parametrize(
@@ -134,10 +129,10 @@ def test_memory_that_is_not_mapped_as_it_should_be_is_refused(
     def misplaced(rows: torch.Tensor, _group: Any) -> Any:
         return SimpleNamespace(buffer_ptrs=[rows.data_ptr() - 512], rank=0)
 
-    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", stands(rendezvous))
     with pytest.raises(CaptureError, match=remedy):
         made()._made(4, 8)
-    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(misplaced))
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", stands(misplaced))
     with pytest.raises(UpstreamChangedError, match="where each rank's tensor begins"):
         made()._made(4, 8)
 
@@ -156,7 +151,7 @@ def mapped(torch_on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(buffer_ptrs=[rows.data_ptr()], rank=0)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", Stands(rendezvous))
+    monkeypatch.setattr(peer_memory, "_RENDEZVOUS", stands(rendezvous))
     as_on_cpu = partial(torch.tensor, dtype=torch.int64)
     monkeypatch.setattr(torch, "tensor", lambda data, **_: as_on_cpu(data))
 

@@ -27,7 +27,8 @@ from tests.unit.backends.cuda_double import (
     cuda_double,
 )
 from tests.unit.backends.test_te_backend import QuantizationState, fake_te
-from tests.unit.units.plain import REPLAYED, Unit, assert_as_eager, units
+from tests.unit.units.plain import REPLAYED, assert_as_eager, units
+from tests.unit.units.test_refusals import Dropped
 
 
 def test_graphs_share_a_pool_and_a_stream_and_are_captured_on_it(cuda: CudaDouble) -> None:
@@ -210,17 +211,12 @@ def test_copies_are_made_together_by_dtype_and_only_where_they_are_needed(
     assert torch.equal(module.bias.grad, expected)
 
 
-class Dropping(Unit):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(super().forward(x), 0.3)
-
-
 @pytest.mark.parametrize("verify", [0, 1])
 def test_units_of_a_plain_module_train_the_same_numbers(one_rank: None, verify: int) -> None:
     counts = {"captured": 2, "replayed": REPLAYED, "eager": 0, "verified": REPLAYED * verify}
     with cuda_double(fakes=False) as cuda:
         options: dict[str, Any] = {"backend": OnCpu(), "verify_interval": verify}
-        assert_as_eager(counts, partial(units, Dropping), on_mismatch="error", **options)
+        assert_as_eager(counts, partial(units, Dropped), on_mismatch="error", **options)
         # No graph may be destroyed while one replays.
         assert cuda.graphs
         assert all(graph.resets and not graph.reset_among for graph in cuda.graphs)
