@@ -199,8 +199,8 @@ class GraphArguments:
         _FACTOR,
         "Graphs with dropless experts keep for the backward pass only the rows that were used, in "
         "one buffer with room for FACTOR times the most rows of a step before the capture. A step "
-        "with more is repeated eagerly. FACTOR is at least 1.0. Default: each layer keeps room for "
-        "any routing.",
+        "with more is repeated eagerly. By default each layer keeps room for any routing. FACTOR "
+        "is at least 1.0.",
         type=float,
         metavar="FACTOR",
     )

@@ -9,7 +9,8 @@
 # The second tries it on made-up data. GRAPHS=0 is the same run without graphs. EXPERTS_IN_GRAPHS=1
 # captures whole MoE layers, which drop no token (docs/experts.md); below is where it
 # is the default. Where each expert-parallel group lies in one node, ranks exchange tokens through
-# peer memory; PEER_EXCHANGE=0 uses NCCL instead.
+# peer memory; PEER_EXCHANGE=0 uses NCCL instead. Also read are GPUS_PER_NODE, GLOBAL_BATCH_SIZE,
+# TENSOR_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL, EXPANDABLE_SEGMENTS, SCRIPT and PYTHON.
 set -euo pipefail
 
 fail() { echo "$0: $*" >&2; exit 2; }
