@@ -46,17 +46,7 @@ _OUTER = "num_distributed_optimizer_instances"
 
 
 def transformer_config(model: CpuModelConfig) -> TransformerConfig:
-    moe: dict[str, object] = {}
-    if model.experts:
-        moe = {
-            "num_moe_experts": model.experts,
-            "moe_router_topk": model.topk,
-            "moe_aux_loss_coeff": 1e-2,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": model.grouped is not None,
-            "expert_model_parallel_size": model.expert_parallel,
-            "moe_ffn_hidden_size": model.ffn_hidden_size,
-        }
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
     fields: dict[str, object] = {
         "num_layers": model.layers,
         "hidden_size": model.hidden_size,
@@ -66,8 +56,8 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
         "bf16": model.bf16,
-        "params_dtype": torch.bfloat16 if model.bf16 else torch.float32,
-        "pipeline_dtype": torch.bfloat16 if model.bf16 else torch.float32,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -79,7 +69,17 @@ def transformer_config(model: CpuModelConfig) -> TransformerConfig:
         "cuda_graph_impl": "transformer_engine",
         "cuda_graph_modules": list(model.graph_modules),
     }
-    return TransformerConfig(**{**fields, **moe, **model.options})
+    if model.experts:
+        fields |= {
+            "num_moe_experts": model.experts,
+            "moe_router_topk": model.topk,
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_grouped_gemm": model.grouped is not None,
+            "expert_model_parallel_size": model.expert_parallel,
+            "moe_ffn_hidden_size": model.ffn_hidden_size,
+        }
+    return TransformerConfig(**{**fields, **model.options})
 
 
 def ddp_config(model: CpuModelConfig) -> DistributedDataParallelConfig:
