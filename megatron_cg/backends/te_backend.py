@@ -84,8 +84,27 @@ class TransformerEngineBackend(Backend):
         self.pool = pool
         return graphs
 
-    def replay_function(self, graph: Any) -> ReplayFunction:
-        return replay_function(graph)
+    @staticmethod
+    def replay_function(graph: Any) -> ReplayFunction:
+        """See :class:`Backend`. TE returned the graph for a call with an order."""
+        applied = _cell(_cell(graph, "graphed").cell_contents, "Graphed")
+        function = applied.cell_contents
+        clones = _cell(function.backward, "returned_param_grad_clone_slots")
+        none = (False,) * len(clones.cell_contents)
+
+        def borrow() -> Callable[[], None]:
+            # Called in each backward pass, so it only sets a variable.
+            own, clones.cell_contents = clones.cell_contents, none
+            return partial(setattr, clones, "cell_contents", own)
+
+        incoming = _cell(function.backward, "static_grad_outputs").cell_contents
+        return ReplayFunction(
+            function,
+            _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
+            replace=lambda replacement: set_cell(applied, replacement),
+            borrow=borrow,
+            needs=tuple(static is not None for static in incoming),
+        )
 
     def captured_numerics(self, index: int, options: Mapping[str, Any]) -> Any:
         """The recipe that Megatron passed to TE; ``enabled`` and ``recipe`` are newer names."""
@@ -178,30 +197,6 @@ def _with_delayed_scaling(modules: Iterable[Any]) -> Iterator[Any]:
         is_delayed = all(hasattr(meta.get(key), "amax_history") for key in _SCALINGS)
         if is_delayed and hasattr(module, "get_fp8_meta_tensors"):
             yield module
-
-
-def replay_function(graph: Any) -> ReplayFunction:
-    """How autograd sees the replays of what ``make_graphed_callables`` returns with an order.
-
-    Raises UpstreamChangedError if a closure variable is missing.
-    """
-    applied = _cell(_cell(graph, "graphed").cell_contents, "Graphed")
-    function = applied.cell_contents
-    clones = _cell(function.backward, "returned_param_grad_clone_slots")
-    none = (False,) * len(clones.cell_contents)
-
-    def borrow() -> Callable[[], None]:  # Called in each backward pass, so it only sets a variable.
-        own, clones.cell_contents = clones.cell_contents, none
-        return partial(setattr, clones, "cell_contents", own)
-
-    incoming = _cell(function.backward, "static_grad_outputs").cell_contents
-    return ReplayFunction(
-        function,
-        _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
-        replace=lambda replacement: set_cell(applied, replacement),
-        borrow=borrow,
-        needs=tuple(static is not None for static in incoming),
-    )
 
 
 def _cell(function: Any, name: str) -> CellType:

@@ -79,14 +79,13 @@ def wrong_gradient(detail: str) -> None:
     ``detail`` is ``input`` or ``weight``, and after another @ the layer.
     """
     from megatron_cg.backends import te_backend as transformer_engine
-    from megatron_cg.backends.te_backend import replay_function
 
     which, _, layer = detail.partition("@")
 
     def make(old: Callable[..., Any]) -> Callable[..., Any]:
         def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
             graphs = old(self, *args, **kwargs)
-            replay = replay_function(graphs[int(layer)])
+            replay = self.replay_function(graphs[int(layer)])
             first = replay.first_weight
             replay.replace(_with_wrong_gradient(replay.function, first, which))
             return graphs

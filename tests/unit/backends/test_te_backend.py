@@ -20,7 +20,6 @@ from torch import nn
 
 from megatron_cg.backends import te_backend as transformer_engine
 from megatron_cg.backends.base import CaptureRequest
-from megatron_cg.backends.te_backend import replay_function
 from megatron_cg.errors import CaptureError, UpstreamChangedError
 from megatron_cg.fsdp.roles import unit_hooks
 from megatron_cg.replay.unit import Unit
@@ -28,6 +27,8 @@ from megatron_cg.tape.train import transformer_layers
 from megatron_cg.upstream.patch import cells_of
 from tests.unit.backends.cuda_double import DEFAULT, CudaDouble, cuda_double
 from tests.unit.te_sources import functions_of_te, loops_of_te
+
+replay_function = transformer_engine.TransformerEngineBackend.replay_function
 
 
 class QuantizationState:
