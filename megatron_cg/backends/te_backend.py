@@ -24,7 +24,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.restore import Restores
-from megatron_cg.upstream.patch import cells_of, set_attribute, set_cell, undone_after
+from megatron_cg.upstream.patch import cells_of, set_attribute, undone_after
 from megatron_cg.upstream.symbols import Symbol, changed
 from megatron_cg.upstream.te import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
 
@@ -101,7 +101,7 @@ class TransformerEngineBackend(Backend):
         return ReplayFunction(
             function,
             _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
-            replace=lambda replacement: set_cell(applied, replacement),
+            replace=lambda replacement: set_attribute(applied, "cell_contents", replacement),
             borrow=borrow,
             needs=tuple(static is not None for static in incoming),
         )

@@ -107,15 +107,12 @@ def set_attribute(owner: Any, name: str, value: Any, *, shared: bool = False) ->
     A module cannot be copied until then, see Note [No copies]. For functions see
     :func:`replace_function`.
 
-    ``owner`` is a module, class or object. If it is ``shared``, other code also sets it in normal
+    ``owner`` is a module, class or object, or the cell of a closure variable, which has the
+    attribute ``cell_contents`` alone. If it is ``shared``, other code also sets it in normal
     operation, and the undo restores the old value, whatever the current value is.
     """
     undo = _change(owner, name, value, shared)
     return combine_undos((_forbid_copies(owner), undo)) if isinstance(owner, nn.Module) else undo
-
-
-def set_cell(cell: CellType, value: Any) -> Undo:
-    return _change(cell, "cell_contents", value)
 
 
 def _change(owner: Any, name: str, value: Any, shared: bool = False) -> Undo:
@@ -140,11 +137,12 @@ def cells_of(function: Any) -> dict[str, CellType]:
 def replace_function(owner: Any, name: str, function: Callable[..., Any]) -> Undo:
     """Replace the function or method ``name`` of ``owner`` with ``function``.
 
-    It is called in the same way: bound, for a method of an object. The new value has it as
-    ``__wrapped__``. Returns the undo; see Note [Only what is still ours].
+    It is called in the same way: bound, for a method of an object, and by all functions that share
+    it, for the ``cell_contents`` of a cell. The new value has it as ``__wrapped__``. Returns the
+    undo; see Note [Only what is still ours].
     """
     over, pass_on = _passing(function, getattr(owner, name, None))
-    if not isinstance(owner, type | ModuleType):
+    if not isinstance(owner, type | ModuleType | CellType):
         over.__self__ = owner
     return combine_undos((set_attribute(owner, name, over), pass_on))
 
@@ -161,15 +159,6 @@ def run_instead(symbol: Symbol, around: Callable[..., Any]) -> Undo:
         return around(old, *args, **kwargs)
 
     return replace_function(*symbol.place(), call)
-
-
-def replace_function_in_cell(cell: CellType, function: Any) -> Undo:
-    """Make functions that share a closure variable call ``function`` instead of its value.
-
-    Returns the undo; see Note [Only what is still ours].
-    """
-    over, pass_on = _passing(function, cell.cell_contents)
-    return combine_undos((set_cell(cell, over), pass_on))
 
 
 def add_observer(module: nn.Module, hook: Callable[..., None], *, after: bool = False) -> Undo:

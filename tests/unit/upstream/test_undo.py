@@ -23,9 +23,7 @@ from megatron_cg.upstream.patch import (
     applied,
     cells_of,
     replace_function,
-    replace_function_in_cell,
     set_attribute,
-    set_cell,
     wrap_method,
 )
 
@@ -131,14 +129,14 @@ def test_closure_variables_are_put_back_only_while_they_are_ours(
 
     outer, own = made()
     cell = cells_of(outer)["inner"]
-    undo = replace_function_in_cell(cell, lambda: "ours")
+    undo = replace_function(cell, "cell_contents", lambda: "ours")
     assert outer() == "ours"
     ours = cell.cell_contents
     cell.cell_contents = lambda: f"theirs over {ours()}"
     undo()
     assert outer() == "theirs over own" and len(warned(caplog)) == 1
     cell.cell_contents = own
-    undo = set_cell(cell, lambda: "ours")
+    undo = set_attribute(cell, "cell_contents", lambda: "ours")
     undo()
     assert cell.cell_contents is own and not warned(caplog)
 
@@ -160,7 +158,8 @@ def test_no_frame_stands_between_a_caller_and_a_function_of_ours() -> None:
         replace_function(one, name, frame_above)
         for one, name in ((owner, "run"), (module, "forward"))
     ]
-    undos.append(replace_function_in_cell(cells_of(outer)["inner"], frame_above))
+    inner_of = cells_of(outer)["inner"]
+    undos.append(replace_function(inner_of, "cell_contents", frame_above))
     here = sys._getframe()
     assert owner.run() is here and module.forward() is here
     assert outer().f_code is outer.__code__
