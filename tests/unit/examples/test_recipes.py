@@ -95,17 +95,9 @@ def test_what_is_missing_is_asked_for(
 def test_real_data_and_environment(shell: Any, tmp_path: Path) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"my text.{suffix}").touch()
-    found = shell(
-        RUN,
-        TINY[0],
-        "--seed",
-        "7",
-        DATA_PATH=f"{tmp_path}/my text",
-        TOKENIZER_MODEL="some/model",
-        OUTPUT=f"{tmp_path}/out",
-        EXPANDABLE_SEGMENTS="1",
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
-    )
+    variables = {"DATA_PATH": f"{tmp_path}/my text", "OUTPUT": f"{tmp_path}/out"}
+    variables |= {"TOKENIZER_MODEL": "some/model", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    found = shell(RUN, TINY[0], "--seed", "7", EXPANDABLE_SEGMENTS="1", **variables)
     assert found.returncode == 0, found.stderr
     words, environment = recorded(tmp_path)
     assert words[words.index("--data-path") + 1] == f"{tmp_path}/my text"

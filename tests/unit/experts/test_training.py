@@ -48,11 +48,7 @@ class Model:
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
-OVERLAPPED: dict[str, Any] = {
-    **SHARED,
-    "moe_shared_expert_overlap": True,
-    "moe_shared_expert_gate": True,
-}
+OVERLAPPED = SHARED | {"moe_shared_expert_overlap": True, "moe_shared_expert_gate": True}
 DROP_AND_PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 V2 = {"megatron_fsdp_version": 2}
 TWO_GROUPS = {"num_distributed_optimizer_instances": 2}

@@ -40,12 +40,8 @@ from tests.unit.trainers import evaluate, half_a_batch
 STEPS, WARMUP, LAYERS, FIRST = 3, 1, 3, 2
 """``block`` recomputes the first two layers."""
 BLOCK = {**RECOMPUTE, "recompute_method": "block", "recompute_num_layers": FIRST}
-DENSE = TrainingPlan(
-    CpuModelConfig(layers=LAYERS, graph_modules=(), options=RECOMPUTE),
-    STEPS,
-    WARMUP,
-    microbatches=2,
-)
+MODEL = CpuModelConfig(layers=LAYERS, graph_modules=(), options=RECOMPUTE)
+DENSE = TrainingPlan(MODEL, STEPS, WARMUP, microbatches=2)
 
 
 def with_model(plan: TrainingPlan = DENSE, **changes: Any) -> TrainingPlan:

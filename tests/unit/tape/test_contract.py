@@ -166,18 +166,8 @@ class Summing(nn.Module):
     """Adds what all ranks are given, in the forward and in the backward pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = Summed.apply(x)  # type: ignore[no-untyped-call]
-        return summed
-
-
-class Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return total_of(x) * 2
-
-    @staticmethod
-    def backward(_ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
-        return total_of(gradients[0]) * 2
+        passed_on = in_backward(x, lambda gradient: total_of(gradient) * 2)
+        return total_of(x) * 2 + (passed_on - x.detach())  # zero
 
 
 FUNCTIONAL = False

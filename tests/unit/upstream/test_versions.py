@@ -3,7 +3,6 @@
 import ast
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +16,7 @@ from megatron_cg.capture import observer
 from megatron_cg.capture.observer import _FUSED
 from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.upstream.te import _ATTENTION, fuses_attention
+from tests.unit.interpreted import run
 from tests.unit.te_sources import source_of_te
 
 MEGATRON = 'MAJOR = 0\nMINOR = 99\nPATCH = 1\nPRE_RELEASE = "rc3"\nVERSION = (MAJOR, MINOR)\n'
@@ -39,9 +39,8 @@ def package(folder: Path, file: str, text: str) -> None:
 def asked(folder: Path) -> tuple[list[str | None], list[str]]:
     """What ASK prints where ``folder`` comes first on the path, whatever this process has there."""
     root = Path(megatron_cg.__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(root)])}
-    words = [sys.executable, "-c", ASK]
-    done = subprocess.run(words, env=env, cwd=folder, capture_output=True, text=True, check=True)
+    done = run("-c", ASK, folder=folder, PYTHONPATH=os.pathsep.join([str(folder), str(root)]))
+    assert done.returncode == 0, done.stderr
     versions, loaded = json.loads(done.stdout)
     return versions, loaded
 
