@@ -176,6 +176,7 @@ def _run(words: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     # And torch warns if there is nvcc but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # It tells of layouts that it reads.
     with needed_by(args.command):
         return invoke(args.command, args, extra)
 

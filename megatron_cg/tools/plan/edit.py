@@ -55,7 +55,10 @@ _FULL_ITERATION = Violation(
     "keep the line as it is, or drop --cuda-graph-impl and --cuda-graph-scope and plan it again",
 )
 """It is not replaced: the line can train as it is."""
-_PIPELINE = "drop --*pipeline* --overlap-param-gather-with-optimizer-step"
+_PIPELINE = (
+    "drop --*pipeline* --overlap-p2p* --overlap-param-gather-with-optimizer-step "
+    "--defer-embedding-wgrad-compute --wgrad-deferral-limit"
+)
 _FUSED = "as in the measured runs; a run to compare with needs it too, as last bits may differ"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _SELECTIVE = (

@@ -121,8 +121,11 @@ def test_the_line_has_what_the_measured_runs_had(name: str, plan: Plan) -> None:
     assert "moe" not in best.settings.run.cuda_graph_modules or name == "mixtral"
 
 
+STAGES = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
 ASKED = {
     "--pipeline-model-parallel-size 2": ("2 pipeline stages are dropped", "--pipeline"),
+    f"{STAGES} --defer-embedding-wgrad-compute": ("4 pipeline stages are dropped", "--defer"),
+    f"{STAGES} --overlap-p2p-communication-warmup-flush": ("4 pipeline stages", "--overlap-p2p"),
     "--use-torch-fsdp2 --ckpt-format torch_dist": ("torch's FSDP2 is replaced", "--use-torch"),
     "--cuda-graph-impl local --use-megatron-fsdp": ("local graphs are replaced", "local"),
     "": ("DDP is replaced by Megatron-FSDP", "--none"),
