@@ -150,7 +150,7 @@ class Entry:
     what: str
     """What it is, in words."""
     counts: Callable[[Any], bool] | None = None
-    """Whether what takes the place of None counts; without it, everything does."""
+    """Whether what takes the place of None or an integer counts; without it, everything does."""
 
 
 @dataclass(frozen=True)
@@ -409,7 +409,7 @@ class Objects:
         _, holder, key, same = self._objects[number]
         now, contents = holder.get(key), self._contents.get(number)
         counts = self._entries[number].counts
-        if same is None and counts is not None and not counts(now):
+        if counts is not None and type(same) in (int, type(None)) and not counts(now):
             return None
         # A container may have been changed before it was replaced: its contents at capture count.
         is_same = same_value(same, now) if contents is None else contents.are_in(now)

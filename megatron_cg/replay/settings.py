@@ -11,10 +11,10 @@ Note [Switches of torch]
     too (``sdpa_kernel``): units that call it have a row for them.
 
 Note [What counts]
-    Of a module its floats, strings, enums, tuples of plain values and functions, None that becomes
-    such a value, and new attributes that take the place of a method. Integers and booleans are left
-    out: modules count passes with them. An attribute that is None in a module of TE is left out
-    too. Of a config everything plain that layers may read, and of a class its functions.
+    Of a module its config, floats, strings, enums, tuples of plain values and functions, None, 0 or
+    1 that becomes such a value, and new attributes that take the place of a method. Other integers
+    and booleans are left out: modules count passes with them. What is None in a module of TE is
+    left out too. Of a config everything plain that layers may read, and of a class its functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,6 +99,7 @@ def settings_of(units: Iterable[Unit]) -> Objects:
                 fills = any(one.__module__.startswith(_TE) for one in type(module).__mro__)
                 for key, value in own.items():
                     counts = _is_setting(value) and not (fills and value is None)
+                    counts |= key == "config" or (type(value) is int and value in (0, 1))
                     if counts and key not in _OTHER_ROWS:
                         entries.append(Entry(own, key, _CLAUSE, f"{key} of {where}", _is_setting))
                 entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))

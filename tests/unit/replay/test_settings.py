@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from itertools import count
 from operator import attrgetter
@@ -128,6 +129,8 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "none": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.scale", 0.5)),
     "none to a tuple": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.window_size", (2, 0))),
     "none to what counts": (DENSE, to("mlp.linear_fc1.grad_output_buffer", 0)),
+    "dropout from 0": (DENSE | {"dropout": 0}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
+    "own config": (DENSE, lambda layer: setattr(layer.mlp, "config", copy(layer.config))),
     "enum": (DENSE, to(f"{ATTENTION}.attn_mask_type", AttnMaskType.no_mask)),
     "method": (DENSE, method),
     "coefficient": (MOE, to("config.moe_aux_loss_coeff", 1.0)),
