@@ -11,7 +11,7 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from enum import Enum
-from types import MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -178,16 +178,20 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
     """Whether a module, a class, or the class of an object, is of one of ``packages``.
 
     FSDP2 and ``torch.nn.utils.parametrize`` make a class of torch's from each class of a user: who
-    makes a class at run time has not written its bases.
+    makes a class at run time has not written its bases. If it has a metaclass of ``abc``, as
+    Megatron's layers have, it is one of ``abc``, and its first base tells who has made it.
     """
     if isinstance(owner, ModuleType):
         return package_of(owner.__name__) in packages
     kind = owner if isinstance(owner, type) else type(owner)
-    if package_of(kind.__module__) not in packages:
+    module = next(each.__module__ for each in kind.__mro__ if each.__module__ != "abc")
+    if package_of(module) not in packages:
         return False
-    named = getattr(sys.modules.get(kind.__module__), kind.__name__, None)
-    bases = (package_of(base.__module__) for base in kind.__mro__)
-    return named is kind or all(package in LIBRARIES for package in bases)
+    if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
+        return True
+    own = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
+    by_libraries = all(package_of(one.__module__) in LIBRARIES for one in (*kind.__mro__, *own))
+    return by_libraries and "forward" not in vars(kind)
 
 
 def package_of(module: str | None) -> str:

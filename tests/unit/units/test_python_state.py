@@ -20,13 +20,15 @@ from weakref import WeakSet
 import numpy
 import pytest
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from megatron_cg.backends.base import CaptureRequest
 from megatron_cg.errors import CaptureError, NotRestoredError
-from megatron_cg.replay.plain import LIBRARIES, is_known, same_value
+from megatron_cg.replay.plain import KNOWN, LIBRARIES, is_known, same_value
 from megatron_cg.replay.plain import contents as contents_of
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.units.held import leaves_held
@@ -227,6 +229,12 @@ def test_a_user_may_give_a_file_a_name_of_the_standard_library(
     assert not is_known(made, LIBRARIES)
     assert not is_known(made.Settings, LIBRARIES)
     assert is_known(Path, LIBRARIES)
+
+
+@pytest.mark.parametrize("own", [{}, {"forward": TransformerLayer.forward}, {"own": train}])
+def test_a_sharded_layer_of_megatron_is_known_if_it_has_no_code_of_its_own(own: Any) -> None:
+    kind = type("Sharded", (FSDPModule, TransformerLayer), own)
+    assert kind.__module__ == "abc" and is_known(kind, KNOWN | {"torch"}) is not bool(own)
 
 
 class Does(Unit):
