@@ -46,14 +46,37 @@ def megatron_tracker() -> Any:
     return _TRACKER.find() if _RANDOM in sys.modules else None
 
 
+def tracked_states() -> dict[str, Any]:
+    """The random states of Megatron's tracker by name, as they are now."""
+    return getattr(megatron_tracker(), "states_", {})
+
+
+def same_generators() -> Callable[[], None]:
+    """Returns what lets Megatron's tracker have the generators of now, with the states of then.
+
+    Graphs draw from these. Who sets a seed or loads random states gives the tracker others. It is
+    called between passes: in one, a checkpoint sets the states of an earlier one for some time.
+    """
+    own = {n: one for n, one in tracked_states().items() if isinstance(one, torch.Generator)}
+
+    def keep() -> None:
+        states = tracked_states()
+        for name, generator in own.items():
+            now = states.get(name)
+            if now is not generator and isinstance(now, torch.Generator):
+                generator.set_state(now.get_state())
+                states[name] = generator
+
+    return keep if own else lambda: None
+
+
 def generators_of(callables: Iterable[nn.Module], device_type: str) -> list[torch.Generator]:
     """The generators that captured code may draw from, besides the device's own.
 
     Those of Megatron's and of TE's RNG trackers, and attributes of the modules. A tracker that is
     not graph-safe holds states as tensors, and torch refuses to set one in a capture.
     """
-    tracker = megatron_tracker()
-    states = [*rng_states().values(), *(tracker.states_.values() if tracker is not None else ())]
+    states = [*rng_states().values(), *tracked_states().values()]
     states += [value for root in callables for m in root.modules() for value in vars(m).values()]
     generators = {id(value): value for value in states if isinstance(value, torch.Generator)}
     return [generator for generator in generators.values() if generator.device.type == device_type]
@@ -68,9 +91,9 @@ def random_states_kept(callables: Iterable[nn.Module], device_type: str) -> Iter
     own = device_generator() if device_type == "cuda" else []
     drawn = [*own, *generators_of(callables, device_type)]
     with Restores() as stack:
-        if (tracker := megatron_tracker()) is not None:
-            stack.callback(tracker.states_.update, dict(tracker.states_))
-            stack.callback(tracker.states_.clear)
+        states = tracked_states()
+        stack.callback(states.update, dict(states))
+        stack.callback(states.clear)
         for generator in (torch.default_generator, *drawn):
             stack.restore("a random generator", generator.set_state, generator.get_state())
         try:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_cg.backends.base import generators_of, megatron_tracker
+from megatron_cg.backends.base import generators_of, tracked_states
 from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
 from megatron_cg.replay.borders import local
@@ -280,7 +280,7 @@ def recomputed_draws_refused(unit: Unit, device_type: str) -> Iterator[None]:
     drew: list[bool] = []
 
     def states() -> list[torch.Tensor]:
-        tracked = filter(torch.is_tensor, getattr(megatron_tracker(), "states_", {}).values())
+        tracked = filter(torch.is_tensor, tracked_states().values())
         return [*tracked, *(generator.get_state() for generator in generators)]
 
     def compare() -> None:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 
-from megatron_cg.backends.base import Backend, CaptureRequest
+from megatron_cg.backends.base import Backend, CaptureRequest, same_generators
 from megatron_cg.capture.guarded_capture import GuardedCapture, clear_frames
 from megatron_cg.consensus.decision import AgreementError, Kind, Vote, digest
 from megatron_cg.consensus.exchange import Agreement
@@ -142,6 +142,7 @@ class Session:
                 self._undo, whole = lasting.pop_all(), True
             # Not earlier: the fast path needs FSDP's hooks, which are only now restored.
             self._install_fast_path()
+            self.mismatches.conditions.before_pass = same_generators()
             # A unit that holds collectives on one rank does on all.
             found = self._agreement.confirm(g.name for g in self._graphs() if g.collectives)
             for graph in self._graphs():

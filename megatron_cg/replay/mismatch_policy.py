@@ -93,6 +93,8 @@ class Conditions:
     within_row_bound: Callable[[], bool] = lambda: True
     """Whether the numbers of graphs with collectives hold in this step so far. A call of all ranks;
     see ``integrations/megatron/steps.py``."""
+    before_pass: Callable[[], None] = lambda: None
+    """Called as a forward pass of all units begins."""
     flush_prefetch: Callable[[], None] = lambda: None
     """Issues the all-gathers deferred until a launch; must be called before eager passes."""
 
@@ -218,6 +220,7 @@ class MismatchPolicy:
         The unit ``index`` asks. One that comes before, or is, the last that asked begins a pass.
         """
         if index <= self._asked:
+            self.conditions.before_pass()
             self._settings = self._settings or settings_of(self._units)
             self._other_setting = self._settings.broken()
         self._asked = index

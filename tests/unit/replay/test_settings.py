@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -197,6 +198,18 @@ def test_the_phase_of_a_module_under_v2_is_no_setting(one_rank: None) -> None:
     part.register_forward_pre_hook(lambda *_: found.append(settings.broken()))
     network(torch.arange(4).view(2, 2))
     assert found == [None]
+
+
+def test_random_states_that_are_set_go_to_the_generators_of_graphs(one_rank: None) -> None:
+    own, other = torch.Generator(), torch.Generator().manual_seed(2)
+    with trainer_of(CpuModelConfig(layers=1), graphs=True) as trainer:
+        trainer.step()
+        tracker = get_cuda_rng_tracker()
+        tracker.states_["own"] = own
+        trainer.capture(TapeBackend())
+        tracker.set_states({**tracker.states_, "own": other})
+        trainer.step()
+        assert tracker.states_["own"] is own and own.initial_seed() == 2
 
 
 @pytest.mark.parametrize("shape", [DENSE, DENSE | {"graph_modules": ("attn",)}, MOE])
