@@ -116,7 +116,7 @@ class PassObserver:
         self.code: CodeObserver | None = None
         """Observes the code of modules whose classes are not known, if there are any."""
         known = KNOWN if unit.is_plain_module else KNOWN | {"torch"}
-        if any(not is_known(module, known) for module in unit.graphed):
+        if any(not is_known(module, known) for module in (unit.layer, *unit.graphed)):
             self.code = observe_code(unit, self._samples, self.addresses)
 
     @property

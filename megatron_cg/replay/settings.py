@@ -93,7 +93,8 @@ def settings_of(units: Iterable[Unit]) -> Objects:
         packages = KNOWN if unit.is_plain_module else _PACKAGES
         names = {module: name for name, module in unit.layer.named_modules()}
         for module in (unit.layer, *unit.graphed):
-            if is_known(module, packages) and id(module) not in seen:
+            is_megatrons = module is unit.layer and not unit.is_plain_module
+            if (is_megatrons or is_known(module, packages)) and id(module) not in seen:
                 seen.add(id(module))
                 where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
                 fills = any(one.__module__.startswith(_TE) for one in type(module).__mro__)

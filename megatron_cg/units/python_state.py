@@ -61,10 +61,17 @@ _OF_CHECKPOINTS = {"architectures", "dtype"}
 class PythonState:
     """The state that passes of some modules read; ``modules`` are those of a graph, by path.
 
-    Others that passes call are looked at too, but for those ``around`` them.
+    Others that passes call are looked at too, but for those ``around`` them. Of ``layer``, which is
+    not in the graph, code of Megatron sets attributes: those count that other code names.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], around: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        around: Iterable[nn.Module] = (),
+        layer: nn.Module | None = None,
+    ) -> None:
+        self._of_layer = {} if layer is None else vars(layer)
         self._modules, self._inner = dict(modules), {*map(id, (*modules.values(), *around))}
         self._calls: dict[int, ref[nn.Module]] = {}
         """By id, the modules that were called."""
@@ -156,7 +163,7 @@ class PythonState:
             for key in {**before, **holder}:
                 # None may be a value.
                 is_same = same_value(before.get(key, self), holder.get(key, self))
-                if not is_same and (not has_names or self._is_read(key)):
+                if not is_same and (not has_names or self._is_read(key, holder)):
                     yield attribute(what, key) if has_names else held.item(what, key)
             keeps_keys = before.keys() == holder.keys()  # Others are told above.
             if keeps_keys and not has_names and not same_value([*before], [*holder]):
@@ -245,13 +252,16 @@ class PythonState:
         is_asked = is_named or (self._any_name and name not in held.INTERNAL)
         return is_asked and name not in never and not isinstance(keys.get(name), ModuleType)
 
-    def _is_read(self, name: str) -> bool:
+    def _is_read(self, name: str, of: Any = None) -> bool:
+        if of is self._of_layer:
+            return name in self.own_names and name not in held.INTERNAL
         return (self._any_name or name in self.names) and name not in held.INTERNAL
 
     def _roots(self) -> Iterator[tuple[Any, Any, str]]:
         for path, module in self._modules.items():
-            for name in filter(self._is_read, [*vars(module)] if not is_known(module) else ()):
-                yield vars(module), name, f"attribute {attribute(path, name)}"
+            for name in [*vars(module)] if not is_known(module) else ():
+                if self._is_read(name, vars(module)):
+                    yield vars(module), name, f"attribute {attribute(path, name)}"
         yield from self._elsewhere()
 
     def _elsewhere(self) -> Iterator[tuple[Any, Any, str]]:

@@ -11,10 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import relu
 
@@ -122,6 +124,15 @@ def after_an_error(trainer: Any) -> list[Any]:
     return [evaluate(trainer), trainer.step()]
 
 
+class Scaled(TransformerLayer):  # type: ignore[misc]
+    """A user's layer, with parts of its own in what is captured."""
+
+    factor = 1
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._forward_mlp(*args, **kwargs) * self.factor
+
+
 CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "scale": (DENSE, to(f"{ATTENTION}.softmax_scale", 0.1)),
     "dropout": (DENSE | {"dropout": 0.1}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
@@ -146,12 +157,17 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "nothing": (DENSE, lambda _layer: None),
 }
 """The model, and what is changed on each layer before a step, for good."""
+OWN: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
+    "own layer's setting": (DENSE, lambda layer: setattr(layer, "hidden_dropout", 0.5)),
+    "what an own layer reads": (DENSE, lambda layer: setattr(layer, "factor", 2)),
+}
+"""Of layers that are :class:`Scaled`."""
 UNSEEN = ("bias rate", "none to what counts", "nothing")
 """Of them, those that a layer does not read."""
 CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
     **{
         name: (shape, changing(change), {"mismatched": 2 * AFTER * (name not in UNSEEN)})
-        for name, (shape, change) in CHANGES.items()
+        for name, (shape, change) in (CHANGES | OWN).items()
     },
     "for one pass": (DENSE, scheduled, {"mismatched": 2 * 3}),
     "a method of a class, while it is replaced": (DENSE, of_class, {"replayed": 2 * 2}),
@@ -162,7 +178,12 @@ CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
 
 
 def all_cases() -> dict[str, Any]:
-    return {name: compared(act, CpuModelConfig(**shape)) for name, (shape, act, _) in CASES.items()}
+    found = dict[str, Any]()
+    for name, (shape, act, _) in CASES.items():
+        kind = Scaled if name in OWN else TransformerLayer
+        with patch.object(gpt_layer_specs, "TransformerLayer", kind):
+            found[name] = compared(act, CpuModelConfig(**shape))
+    return found
 
 
 @pytest.fixture(scope="module")
