@@ -20,6 +20,7 @@ from dis import get_instructions
 from functools import partial
 from itertools import product
 from logging import Logger
+from operator import attrgetter, methodcaller
 from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -297,6 +298,10 @@ class PythonState:
         seen[id(value)] = value
         if hasattr(type(value), "cache_clear"):
             self._unseen(value)
+        if isinstance(value, attrgetter | methodcaller):  # What they read is in no code.
+            names = {n for one in value.__reduce__()[1] for n in str(one).split(".")}
+            self.names |= names
+            self.own_names |= names
         rows, inner = list[Entry](), list[tuple[Any, str]]()
         if isinstance(value, FunctionType):
             if id(value.__code__) in self._codes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import repeat
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -382,8 +383,10 @@ def loads(_unit: Any, y: Any) -> Any:
         return y * getattr(loads, "gain", 1.0)
 
 
+height = attrgetter("height")
 ELSEWHERE: dict[str, tuple[type[Does], Any, Callable[[], Any], str, Any]] = {
     "by place": (Does, by_place, Placed, "height", 0.5),
+    "by a getter": (Does, lambda unit, y: y * height(unit.kept), Placed, "height", 0.5),
     "inlined": (Inlined, by_place, Placed, "height", 0.5),
     "computed": (Does, computed, Plain, "True_gain", 0.5),
     "computed, of a module": (Does, computed, nn.Identity, "True_gain", 0.5),
