@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -287,15 +288,9 @@ def inputs_of(arguments: int = 2) -> list[torch.Tensor]:
     return [torch.full((WIDTH,), 1.0 + place) for place in range(arguments)]
 
 
-class Noting:
+def noting_of(function: Any) -> Any:
     """Applied instead of a function, and then the function itself."""
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls = function, list[tuple[Any, ...]]()
-
-    def apply(self, *args: Any) -> Any:
-        self.calls.append(args)
-        return self.function.apply(*args)
+    return Mock(apply=Mock(side_effect=function.apply))
 
 
 @pytest.mark.parametrize("arguments", [0, 1, 3])
@@ -304,11 +299,12 @@ def test_the_weights_come_last_and_others_before_them(
 ) -> None:
     graph, module = captured(te, arguments)
     replay = replay_function(graph)
-    noting = Noting(replay.function)
+    noting = noting_of(replay.function)
     inputs, more = inputs_of(arguments), torch.full((WIDTH,), 0.5)
     replay.replace(noting)
     assert torch.equal(graph(*inputs, more=more), Product()(*inputs, more=more))
-    ((*own, inside_one, inside_two),) = noting.calls
+    (call,) = noting.apply.call_args_list
+    *own, inside_one, inside_two = call.args
     assert (inside_one, inside_two) == (module.one, module.two)
     assert len(own) == replay.first_weight == 3 + arguments + 1
     assert own[:3] == [None, DEFAULT, None] and all(map(torch.equal, own[3:], [*inputs, more]))
@@ -317,16 +313,16 @@ def test_the_weights_come_last_and_others_before_them(
 def test_what_replaces_it_is_called_until_the_undo(te: Callable[..., Any]) -> None:
     (graph, module), (other, _) = captured(te), captured(te)
     replay = replay_function(graph)
-    noting = Noting(replay.function)
+    noting = noting_of(replay.function)
     undo = replay.replace(noting)
     inputs, more = inputs_of(), torch.ones(WIDTH)
     graph(*inputs, more=more)
     # Each sample has a function of its own.
     other(*inputs, more=more)
-    assert len(noting.calls) == 1
+    assert noting.apply.call_count == 1
     undo()
     graph(*inputs, more=more).sum().backward()
-    assert len(noting.calls) == 1 and replay_function(graph).function is replay.function
+    assert noting.apply.call_count == 1 and replay_function(graph).function is replay.function
     eager = Product()
     eager(*inputs, more=more).sum().backward()
     for weight, expected in zip(module.parameters(), eager.parameters(), strict=True):

@@ -22,6 +22,7 @@ from megatron_cg.tape.training_plan import CpuModelConfig
 from megatron_cg.tools.doctor.checks import modules_that_rely
 from megatron_cg.tools.record.record import parameter_digests
 from megatron_cg.upstream.symbols import Symbol, installed_version
+from tests.unit.fastpath.test_fast_path import OF_GRADIENTS
 from tests.unit.te_sources import fingerprint_in, source_of_te
 from tests.unit.trainers import layers_of, trainer_of
 
@@ -119,15 +120,12 @@ ALL = [
     for symbol in importlib.import_module(name).RELIES_ON
     if symbol.fingerprints and symbol.distribution != "transformer-engine"
 ]
-WITH_GRADIENTS = {
-    *("gradients", "scaled-copies", "detached-weights-of-graphs", "deferred-prefetch"),
-}
 UNKNOWN = {
     "_bucket_group_gradient_reduce": {"scaled-copies"},
     "reduce_gradients": {"scaled-copies"},
     "get_ready_bucket_group_for_reduction": {"scaled-copies"},
-    "_process_post_backward_gradients": WITH_GRADIENTS,
-    "release_module_parameters": {"unshard", *WITH_GRADIENTS},
+    "_process_post_backward_gradients": OF_GRADIENTS,
+    "release_module_parameters": {"unshard", *OF_GRADIENTS},
     "all_gather_params": {"deferred-prefetch"},
     "update_main_grads": {"main-gradients"},
     "copy_main_weights_to_model_weights": {"main-weights"},

@@ -52,9 +52,9 @@ import megatron_cg
 from megatron_cg.errors import ArgumentError
 
 assert importlib.util.find_spec("megatron_cg.NAME") is None
-for setting in SETTINGS:
+for setting, value in SETTINGS.items():
     try:
-        megatron_cg.enable(**setting)
+        megatron_cg.enable(**{setting: value})
     except ArgumentError as error:
         assert "megatron_cg/NAME, which is not installed" in str(error), error
     else:
@@ -67,16 +67,11 @@ LINE = "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --hidden-size
 LINE += "--num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --bf16 "
 LINE += "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --mock-data "
 LINE += "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl transformer_engine"
-EXAMPLES = {
-    "experts": [
-        {"grouped_gemm": "torch"},
-        {"moe_rows": 2.0},
-        {"moe_stash": 2.0},
-        {"moe_exchange": "peer"},
-    ],
-    "native": [{"backend": "native"}],
-    "tape": [{"backend": "tape"}],
-    "tools": [{"record": "somewhere"}],
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "experts": {"grouped_gemm": "torch", "moe_rows": 2.0, "moe_stash": 2.0, "moe_exchange": "peer"},
+    "native": {"backend": "native"},
+    "tape": {"backend": "tape"},
+    "tools": {"record": "somewhere"},
 }
 CLI = ("-m", "megatron_cg.tools.cli.main")
 USES = {
@@ -116,7 +111,7 @@ def test_the_core_works_without(name: str, tmp_path: Path) -> None:
         said = started(*USES[name], fails=True)
         assert f"the extension megatron_cg/{name}, which is not installed" in said
         assert "ModuleNotFoundError" not in said
-    script = SETTINGS.replace("SETTINGS", repr(EXAMPLES.get(name, []))).replace("NAME", name)
+    script = SETTINGS.replace("SETTINGS", repr(EXAMPLES.get(name, {}))).replace("NAME", name)
     if name != "tape":
         experts, scopes = (4, ("attn", "moe_router")) if name == "experts" else (0, ("attn",))
         script += TRAINS.replace("EXPERTS", repr(experts)).replace("SCOPES", repr(scopes))

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from megatron_cg import __main__ as launcher
 from megatron_cg.arguments.rules import _SEEN, unseen_versions
 from megatron_cg.arguments.schema import Environment
-from tests.unit.arguments.good_configuration import megatron_parser
+from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT, megatron_parser
 from tools.check_wheel import expected_files
 
 ROOT = Path(__file__).parents[3]
@@ -95,23 +95,16 @@ def test_the_newest_torch_is_one_that_the_tape_has_run_and_no_default() -> None:
     assert not bounds("torch").specifier.contains(version)
 
 
-INSTALLED = {
-    "megatron-core": "0.20.0",
-    "megatron-fsdp": "0.6.1",
-    "transformer-engine": "2.21.0",
-    "torch": "2.11.0",
-}
-
-
 def test_a_symbol_that_is_gone_ends_the_launcher_with_package_version_symbol_and_what_to_type(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from megatron.training import arguments
 
+    installed = {**GOOD_ENVIRONMENT.versions, "megatron-core": "0.20.0"}
     # Megatron, which asks for versions too, is to be imported with those that are there.
     megatron_parser()
     for module in ("upstream.symbols", "arguments.schema"):
-        monkeypatch.setattr(f"megatron_cg.{module}.installed_version", INSTALLED.get)
+        monkeypatch.setattr(f"megatron_cg.{module}.installed_version", installed.get)
     monkeypatch.delattr(arguments, "add_megatron_arguments")
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('the script was run')")

@@ -27,21 +27,16 @@ from megatron_cg.tools.doctor.checks import (
     look_up,
 )
 from megatron_cg.upstream.symbols import installed_version
+from tests.unit.arguments.good_configuration import GOOD_ENVIRONMENT
 from tests.unit.tools.conftest import Cli
 
 ROOT = Path(__file__).resolve().parents[4]
-VERSIONS = {
-    "torch": "2.11.0",
-    "megatron-core": "0.19.2",
-    "megatron-fsdp": "0.6.1",
-    "transformer-engine": "2.20.2",
-}
 CUDNN = "/venv/nvidia/cudnn/lib/libcudnn.so.9"
 NCCL = "/venv/nvidia/nccl/lib/libnccl.so.2"
 LOADED = {"cuDNN": [CUDNN], "NCCL": [NCCL], "cuBLAS": []}
 FOUND: dict[str, Any] = {
     "machine": "Linux",
-    "versions": VERSIONS,
+    "versions": GOOD_ENVIRONMENT.versions,
     "torch": {
         "folder": "/venv/torch",
         "cuda": "13.0",
