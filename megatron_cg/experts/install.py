@@ -33,10 +33,11 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
-from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 
+from megatron_cg.arguments.megatron import scope_names
+from megatron_cg.arguments.schema import SCOPES
 from megatron_cg.errors import ConfigurationError, Violation, say
 from megatron_cg.experts import slots
 from megatron_cg.experts.grouped_gemm import GroupedGemm, on_device
@@ -404,15 +405,12 @@ def experts_of(model: nn.Module) -> ModelExperts | None:
 
 def captures_experts(config: Any) -> bool:
     """Whether graphs of this model hold dropless experts; Megatron may not have read its config."""
-    scope = config.cuda_graph_scope
-    given = config.cuda_graph_modules if scope is None else scope
-    named = [getattr(scope, "name", scope) for scope in given] if isinstance(given, list) else given
-    capacity = config.moe_expert_capacity_factor
+    scope, capacity = config.cuda_graph_scope, config.moe_expert_capacity_factor
     if config.cuda_graph_impl != "transformer_engine" or not config.num_moe_experts:
         return False
-    modules, _, _ = normalize_cuda_graph_modules(named)
+    given = scope_names(config.cuda_graph_modules if scope is None else scope)
     return (
-        (not modules or any(module.name == "moe" for module in modules))
+        ("moe" in given or not set(SCOPES) & set(given))
         and (capacity is None or capacity < 0)
         and not config.moe_pad_expert_input_to_capacity
     )
