@@ -155,6 +155,7 @@ def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
         return (*flags, _MODULES, *_partial_modules(line))
     of_v1 = () if _is_under_v2(line) else align.GRAPH_FLAGS
     flags += (*of_v1, "--no-gradient-accumulation-fusion")
+    flags += ("--keep-fp8-transpose-cache",) * line.has("--fp8-param-gather")
     if not line.has(_MODULES) and not line.has("--cuda-graph-impl"):
         flags += _whole_layers(line)
     return (*flags, *line.kept(_is_of_graphs).words)

@@ -32,7 +32,7 @@ OURS = (
 )
 
 
-EXPERTS = "--num-experts 8"
+EXPERTS, WEIGHTS = "--num-experts 8", "--fp8-param-gather"
 SHARED = f"{EXPERTS} --expert-model-parallel-size 2"
 PARTS = "--cuda-graph-modules attn moe_router moe_preprocess"
 CUBLAS, TE = "--cg-grouped-gemm cublas", "--cg-grouped-gemm te"
@@ -53,6 +53,7 @@ ONE = "--cuda-graph-modules attn --cg-layers attn:0"
             f"{EXPERTS} --fp8-format hybrid {OURS} {PARTS}",
         ),
         (ONE, "graphs", f"{OURS} {ONE}"),
+        (WEIGHTS, "graphs", f"{WEIGHTS} {OURS} --keep-fp8-transpose-cache {DENSE}"),
         (f"{EXPERTS} --cg-moe-rows 1.5", "graphs", f"{EXPERTS} {OURS} {WHOLE} --cg-moe-rows 1.5"),
         (
             "--use-distributed-optimizer --megatron-fsdp-version 2",
