@@ -10,12 +10,15 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from packaging.version import Version
+
 from megatron_cg.arguments.schema import NATIVE, TAPE, TRANSFORMER_ENGINE
 from megatron_cg.errors import MegatronCGError
 from megatron_cg.tools.align import run
 from megatron_cg.tools.align.presets import Preset, load_preset
 from megatron_cg.tools.launch_line import read_flags
 from megatron_cg.tools.record.compare import EXIT_CODES, Comparison, Outcome, compare, read_run
+from megatron_cg.upstream.symbols import installed_version
 
 _SHOWN_SHARDS = 5
 _NOTICE = "CPU tape: a recording of ATen operations replaces the CUDA graph"
@@ -36,6 +39,12 @@ def _compared(args: argparse.Namespace, extra: Sequence[str]) -> Comparison:
         outcome = Outcome(compare(*map(read_run, args.records)))
         print_report("two records", outcome)
         return outcome.comparison
+    core = installed_version("megatron-core")
+    if args.megatron_fsdp_version == 2 and core and Version(core) < Version("0.20.dev0"):
+        raise MegatronCGError(
+            f"--megatron-fsdp-version 2 needs megatron-core 0.20, and here is {core}: leave it "
+            "out, or put a clone of Megatron-LM's main first on PYTHONPATH."
+        )
     preset = load_preset(args.preset)
     backend = args.backend
     if backend == "auto":

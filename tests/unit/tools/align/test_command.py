@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_cg.tools.align import run
+from megatron_cg.tools.align import align_command, run
 from megatron_cg.tools.record.compare import (
     DIFFERENT,
     FAILED,
@@ -138,7 +138,10 @@ def test_scopes_are_the_presets_unless_given(asked: Answer, cli: Cli) -> None:
     assert "--cuda-graph-impl transformer_engine --cuda-graph-warmup" in asked.lines["graphs"]
 
 
-def test_megatron_fsdp_v2_has_flags_of_its_own(asked: Answer, cli: Cli) -> None:
+def test_megatron_fsdp_v2_has_flags_of_its_own(
+    asked: Answer, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(align_command, "installed_version", lambda _: "0.20.0")
     cli("align --backend transformer_engine --megatron-fsdp-version 2")
     for words in asked.lines.values():
         assert "--megatron-fsdp-version 2" in words and "--cuda-graph-impl" in words
@@ -168,6 +171,7 @@ def test_the_runs_on_the_tape_differ_in_graphs_alone(asked: Answer, cli: Cli) ->
         (0, "--scopes moe_router", "llama-tiny has no moe_router to capture"),
         (0, "--preset mixtral --scopes mamba moe", "has no mamba and moe to capture"),
         (4, "--script x.py", "x.py: there is no such file"),
+        (0, "--megatron-fsdp-version 2", "needs megatron-core 0.20, and here is 0.19"),
         (1, "--nproc 2", "and 1 can be seen: give a smaller --nproc, or --backend tape"),
         (0, "--nproc 2 --backend native", "and 0 can be seen: give --backend tape"),
     ],
