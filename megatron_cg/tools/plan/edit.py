@@ -22,7 +22,6 @@ from megatron_cg.tools.plan.settings import Settings, require_model, settings_of
 _MODULES, _SCOPE, _GEMM = "--cuda-graph-modules", "--cuda-graph-scope", "--cg-grouped-gemm"
 _EXCHANGE, _STASH, _ROWS = "--cg-moe-exchange", "--cg-moe-stash", "--cg-moe-rows"
 _RECOMPUTE, _MASK = "--recompute-modules", "--no-create-attention-mask-in-dataloader"
-RECOMPUTES = ("--recompute-granularity", _RECOMPUTE)
 LAUNCHER, _FORMAT = "-m megatron_cg", "--ckpt-format"
 _CONVERT = (
     " A checkpoint in {} {} has to be converted from torch_dist first: torchrun "
@@ -44,6 +43,13 @@ _BOUNDS = {
     "without experts are faster there: --cuda-graph-modules attn moe_router",
 }
 """Flags that bound rows, and what it costs beside steps that are repeated."""
+_LESS = "Less is recomputed, so activations take more memory"
+COSTLY = {
+    _RECOMPUTE: _LESS,
+    "--recompute-granularity": _LESS,
+    "--fp8-param-gather": "Weights stay in BF16, and each GPU keeps FP8 copies of all of them",
+}
+"""Flags whose change takes memory, and for what; of two with one text the last counts."""
 _ORDER = ("mamba", "attn", "mlp")
 _ROUNDS = 30
 """Each mends at least one error, or is the last."""
@@ -221,8 +227,8 @@ def _asks(settings: Settings, gpus: int) -> tuple[str, ...]:
 def _asks_of_choice(settings: Settings, gpus: Gpus, best: Tried) -> Iterator[str]:
     """What the chosen graphs leave out or do, which another line could change."""
     run = settings.run
-    if changed := [best.reasons[name] for name in RECOMPUTES if name in best.reasons]:
-        yield f"Less is recomputed, so activations take more memory. {changed[0]}"
+    costs = {cost: best.reasons[name] for name, cost in COSTLY.items() if name in best.reasons}
+    yield from (f"{cost}. {why}" for cost, why in costs.items())
     is_partial = run.is_moe and "moe" not in (best.line.values(_MODULES) or ())
     lacks = ["--moe-grouped-gemm"] * (not run.moe_grouped_gemm)
     if run.moe_token_dispatcher_type != "alltoall":

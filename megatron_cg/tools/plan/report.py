@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_cg.errors import ranged
 from megatron_cg.tools.launch_line import LaunchLine, read_line
-from megatron_cg.tools.plan.edit import LAUNCHER, RECOMPUTES, Edited, Tried, edit, gib
+from megatron_cg.tools.plan.edit import COSTLY, LAUNCHER, Edited, Tried, edit, gib
 from megatron_cg.tools.plan.memory import Layer, Memory, Part
 
 WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
@@ -137,8 +137,8 @@ def _memory(plan: Edited, memory: Memory) -> Iterator[str]:
 
 def _without_all(tried: Tried) -> str:
     """What to do if the run fits without graphs alone."""
-    if not tried.reasons.keys().isdisjoint(RECOMPUTES):
-        return "Keep the line as it is: with its own recompute it fits without graphs."
+    if not tried.reasons.keys().isdisjoint(COSTLY):
+        return "Keep the line as it is: without these changes and without graphs it fits."
     last = max(0, tried.settings.args.num_layers // 2 - 1)
     layers = " ".join(f"{scope}:0-{last}" for scope in tried.settings.run.scope_names)
     return f"Keep the line as it is, or capture fewer layers, as with --cg-layers {layers}."
