@@ -32,8 +32,8 @@ _CHOSEN = {
     _MODULES: _WHY,
     _GEMM: "counts of tokens stay on the GPU, so graphs can hold dropless experts",
     _EXCHANGE: "expert-parallel ranks of one host exchange tokens without padding",
-    _STASH: "layers keep used rows alone, up to so many times those before the capture",
-    _ROWS: "room for this many times the average rows",
+    _STASH: "layers keep only used rows, with room for this many times those before the capture",
+    _ROWS: "a rank has room for this many times the rows that it gets on average",
 }
 """The flags of a choice, and why they are given."""
 _BOUNDS = {
