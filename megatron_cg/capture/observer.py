@@ -41,7 +41,7 @@ from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
 from megatron_cg.replay.borders import local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
-from megatron_cg.replay.plain import KNOWN, attribute, is_known
+from megatron_cg.replay.plain import KNOWN, attribute, is_known, is_users_function
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import device_generator, values_kept
 from megatron_cg.upstream.patch import Undo, run_instead, wrap_method
@@ -116,7 +116,11 @@ class PassObserver:
         self.code: CodeObserver | None = None
         """Observes the code of modules whose classes are not known, if there are any."""
         known = KNOWN if unit.is_plain_module else KNOWN | {"torch"}
-        if any(not is_known(module, known) for module in (unit.layer, *unit.graphed)):
+        modules = (unit.layer, *unit.graphed)
+        own = (value for module in modules for value in vars(module).values())
+        if any(not is_known(module, known) for module in modules) or any(
+            map(is_users_function, own)  # Such as one that activates.
+        ):
             self.code = observe_code(unit, self._samples, self.addresses)
 
     @property

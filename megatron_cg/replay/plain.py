@@ -194,6 +194,10 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
     return by_libraries and "forward" not in vars(kind)
 
 
+def is_users_function(value: Any) -> bool:
+    return isinstance(value, FunctionType) and package_of(value.__module__) not in LIBRARIES
+
+
 def package_of(module: str | None) -> str:
     """The package of a module of this name, which a user may have given a name of Python's own."""
     package = (module or "").partition(".")[0]

@@ -39,6 +39,7 @@ from megatron_cg.replay.plain import (
     is_array,
     is_known,
     is_plain,
+    is_users_function,
     package_of,
     restore_contents,
     same_value,
@@ -281,6 +282,7 @@ class PythonState:
         found += [(holder.get(name), what) for holder, name, what in self._globals.values()]
         found += [(sys.modules.get(name), name) for name in self._imports]
         for module in self._modules.values():
+            found += [(one, name) for name, one in vars(module).items() if is_users_function(one)]
             if not is_known(module, LIBRARIES):
                 found.append((type(module), type(module).__name__))
                 found += [(value, name) for name, value in vars(module).items()]

@@ -58,6 +58,7 @@ def changing(change: Callable[[Any], object]) -> Act:
             change(layer)
         numbers += [trainer.step() for _ in range(AFTER)]
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        GAIN[:] = [1.0]
         return numbers
 
     return act
@@ -124,6 +125,13 @@ def after_an_error(trainer: Any) -> list[Any]:
     return [evaluate(trainer), trainer.step()]
 
 
+GAIN = [1.0]
+
+
+def activated(x: torch.Tensor) -> torch.Tensor:
+    return relu(x) * GAIN[0]
+
+
 class Scaled(TransformerLayer):  # type: ignore[misc]
     """A user's layer, with parts of its own in what is captured."""
 
@@ -137,6 +145,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "scale": (DENSE, to(f"{ATTENTION}.softmax_scale", 0.1)),
     "dropout": (DENSE | {"dropout": 0.1}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
     "function": (DENSE, to("mlp.activation_func", relu)),
+    "what an own function reads": (
+        DENSE | {"options": {"activation_func": activated}},
+        lambda _: GAIN.__setitem__(0, 0.5),
+    ),
     "config": (DENSE, to("config.activation_func", relu)),
     "none": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.scale", 0.5)),
     "none to a tuple": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.window_size", (2, 0))),
