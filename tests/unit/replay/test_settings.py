@@ -141,6 +141,11 @@ class Scaled(TransformerLayer):  # type: ignore[misc]
         return super()._forward_mlp(*args, **kwargs) * self.factor
 
 
+def dispatched(layer: Any) -> None:
+    own = layer.mlp.token_dispatcher.dispatch_preprocess
+    layer.mlp.token_dispatcher.dispatch_preprocess = lambda x, m, p: own(x, m, p * 0.5)
+
+
 CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "scale": (DENSE, to(f"{ATTENTION}.softmax_scale", 0.1)),
     "dropout": (DENSE | {"dropout": 0.1}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
@@ -157,6 +162,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "own config": (DENSE, lambda layer: setattr(layer.mlp, "config", copy(layer.config))),
     "enum": (DENSE, to(f"{ATTENTION}.attn_mask_type", AttnMaskType.no_mask)),
     "method": (DENSE, method),
+    "method of a dispatcher": (
+        MOE | {"graph_modules": ("attn", "moe_router", "moe_preprocess")},
+        dispatched,
+    ),
     "coefficient": (MOE, to("config.moe_aux_loss_coeff", 1.0)),
     "list in place": (MOE | LISTED, lambda layer: layer.config.moe_layer_freq.append(1)),
     "hook": (
