@@ -117,10 +117,8 @@ class PassObserver:
         """Observes the code of modules whose classes are not known, if there are any."""
         known = KNOWN if unit.is_plain_module else KNOWN | {"torch"}
         modules = (unit.layer, *unit.graphed)
-        own = (value for module in modules for value in vars(module).values())
-        if any(not is_known(module, known) for module in modules) or any(
-            map(is_users_function, own)  # Such as one that activates.
-        ):
+        users = (is_users_function(one) for m in modules for one in vars(m).values())
+        if any(users) or any(not is_known(module, known) for module in modules):
             self.code = observe_code(unit, self._samples, self.addresses)
 
     @property

@@ -189,9 +189,8 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
         return False
     if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind:
         return True
-    own = [one for one in vars(kind).values() if isinstance(one, FunctionType)]
-    by_libraries = all(package_of(one.__module__) in LIBRARIES for one in (*kind.__mro__, *own))
-    return by_libraries and "forward" not in vars(kind)
+    has_code = "forward" in vars(kind) or any(map(is_users_function, vars(kind).values()))
+    return not has_code and all(package_of(one.__module__) in LIBRARIES for one in kind.__mro__)
 
 
 def is_users_function(value: Any) -> bool:

@@ -51,8 +51,7 @@ _OF_FSDP = ("_training_state", "_phase", "_name")
 """What Megatron-FSDP writes into modules, in its versions 1 and 2."""
 _OTHER_ROWS = ("forward", "_is_full_backward_hook", *_OF_FSDP, *COPIES)
 _names_of = cache(lambda kind: frozenset(dir(kind)).difference(COPIES))
-_DISPATCHER = "token_dispatcher"
-"""An object of a MoE layer that is no module, with methods that scopes capture."""
+_DISPATCHER = "token_dispatcher"  # It is no module, and scopes capture its methods.
 _TE = "transformer_engine."
 _CLAUSE, _CLASSES = "setting", SimpleNamespace(get=type)
 """The class of an object, as a key, is a row like others."""
@@ -109,7 +108,7 @@ def settings_of(units: Iterable[Unit]) -> Objects:
                 kind: Any = type(module)
                 key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind).__contains__))
                 if (part := own.get(_DISPATCHER)) is not None:
-                    reads = partial(_is_method, type(part))
+                    reads = partial(hasattr, type(part))
                     key_sets.append(KeySet(vars(part), _CLAUSE, f"dispatcher of {where}: ", reads))
                 entries += _shared(module, seen)
     return Objects(entries, key_sets)
@@ -133,10 +132,6 @@ def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
             if counts and key not in _OF_LOOPS:
                 what = f"{key} of the model's {type(config).__name__}"
                 yield Entry(vars(config), key, _CLAUSE, what, _is_no_function)
-
-
-def _is_method(kind: type, name: str) -> bool:
-    return callable(getattr(kind, name, None))
 
 
 def _is_setting(value: Any) -> bool:

@@ -173,10 +173,9 @@ class CodeObserver:
         self._unit, self._error, self._samples = unit, unit.refused, samples
         self._device_type = next(iter(samples.values())).device.type
         self._addresses = addresses
-        layer, own = unit.layer, {unit.layer, *unit.graphed}
-        observed = {path: m for path, m in layer.named_modules() if m in own}
-        is_around = layer not in unit.graphed
-        self.state = PythonState(observed, layer.modules(), layer if is_around else None)
+        layer, inside = unit.layer, unit.graphed
+        observed = {path: m for path, m in layer.named_modules() if m is layer or m in inside}
+        self.state = PythonState(observed, layer.modules(), None if layer in inside else layer)
         self._operations = Operations(unit.layer)
         self._undo = Restores()
         self._undo.callback(self._operations.restore)

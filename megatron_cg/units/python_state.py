@@ -302,8 +302,7 @@ class PythonState:
             self._unseen(value)
         if isinstance(value, attrgetter | methodcaller):  # What they read is in no code.
             names = {n for one in value.__reduce__()[1] for n in str(one).split(".")}
-            self.names |= names
-            self.own_names |= names
+            self.names, self.own_names = self.names | names, self.own_names | names
         rows, inner = list[Entry](), list[tuple[Any, str]]()
         if isinstance(value, FunctionType):
             if id(value.__code__) in self._codes:
