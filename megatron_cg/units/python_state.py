@@ -13,7 +13,7 @@ import random
 import sys
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dis import get_instructions
@@ -231,7 +231,7 @@ class PythonState:
                 for kind in ("module", "parameter", "buffer"):
                     yield KeySet(getattr(module, f"_{kind}s"), kind, f"{kind} {what}")
                 methods = self.names.intersection(dir(type(module))) - held.INTERNAL
-                reads = partial(self._asks, vars(module), methods, set())
+                reads = partial(self._asks, vars(module), methods, held.INTERNAL)
                 yield KeySet(vars(module), "attribute", f"attribute {what}", reads)
         for user in self._kinds.values():
             reads = partial(self._asks, vars(user), _CALLED, _of_capture(user))
@@ -248,7 +248,7 @@ class PythonState:
             named = (self.own_names | _CALLED).__contains__  # Ways of sharding set others.
             yield KeySet(vars(tensor), "attribute", attribute(attribute(path, name), ""), named)
 
-    def _asks(self, keys: Any, also: set[str], never: set[str], name: str) -> bool:
+    def _asks(self, keys: Any, also: Set[str], never: Set[str], name: str) -> bool:
         """Whether code may ask for a name, or it is one of ``also``; imports add modules."""
         is_named = name in self.own_names or name in also
         is_asked = is_named or (self._any_name and name not in held.INTERNAL)

@@ -138,6 +138,7 @@ class Scaled(TransformerLayer):  # type: ignore[misc]
     factor = 1
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.mlp.forward  # A replay replaces the layer's own.
         return super()._forward_mlp(*args, **kwargs) * self.factor
 
 
@@ -181,9 +182,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
 OWN: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "own layer's setting": (DENSE, lambda layer: setattr(layer, "hidden_dropout", 0.5)),
     "what an own layer reads": (DENSE, lambda layer: setattr(layer, "factor", 2)),
+    "nothing of an own layer": (DENSE, lambda _layer: None),
 }
 """Of layers that are :class:`Scaled`."""
-UNSEEN = ("bias rate", "none to what counts", "nothing")
+UNSEEN = ("bias rate", "none to what counts", "nothing", "nothing of an own layer")
 """Of them, those that a layer does not read."""
 CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
     **{
