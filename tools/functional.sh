@@ -38,5 +38,4 @@ PYTHONPATH=${TITAN:-}:$PYTHONPATH group titan 1 $folder/test_standalone.py -k to
 wait
 echo quit | nvidia-cuda-mps-control
 PYTHONPATH=$PYTHONPATH:${BRIDGE:-} group kills 5 $folder -m kills
-cat "$out/ended"
-! grep -qv "code 0$" "$out/ended"
+cat "$out/ended" && ! grep -qv "code 0$" "$out/ended"
