@@ -94,6 +94,7 @@ class Conditions:
     """Whether the numbers of graphs with collectives hold in this step so far. A call of all ranks;
     see ``integrations/megatron/steps.py``."""
     before_pass: Callable[[], None] = lambda: None
+    """Called as a forward pass of all units begins, and not inside of one."""
     flush_prefetch: Callable[[], None] = lambda: None
     """Issues the all-gathers deferred until a launch; must be called before eager passes."""
 

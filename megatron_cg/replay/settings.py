@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
+from inspect import unwrap
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -94,18 +95,23 @@ def settings_of(units: Iterable[Unit]) -> Objects:
         packages = KNOWN if unit.is_plain_module else _PACKAGES
         names = {module: name for name, module in unit.layer.named_modules()}
         for module in (unit.layer, *unit.graphed):
-            is_megatrons = module is unit.layer and not unit.is_plain_module
-            if (is_megatrons or is_known(module, packages)) and id(module) not in seen:
+            is_users = not is_known(module, packages)
+            is_megatrons = not is_users or (module is unit.layer and not unit.is_plain_module)
+            if is_megatrons and id(module) not in seen:
                 seen.add(id(module))
+                kind: Any = type(module)
+                # Of a user's layer what Megatron sets; the rest is for the user's code to read.
+                makers = [vars(k).get("__init__") for k in kind.__mro__ if is_users and is_known(k)]
+                named = {n for one in filter(None, makers) for n in unwrap(one).__code__.co_names}
                 where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
-                fills = any(one.__module__.startswith(_TE) for one in type(module).__mro__)
+                fills = any(one.__module__.startswith(_TE) for one in kind.__mro__)
                 for key, value in own.items():
                     counts = _is_setting(value) and not (fills and value is None)
                     counts |= key == "config" or (type(value) is int and value in (0, 1))
+                    counts &= not is_users or key in named
                     if counts and key not in _OTHER_ROWS:
                         entries.append(Entry(own, key, _CLAUSE, f"{key} of {where}", _is_setting))
                 entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
-                kind: Any = type(module)
                 key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind).__contains__))
                 if (part := own.get(_DISPATCHER)) is not None:
                     reads = partial(hasattr, type(part))

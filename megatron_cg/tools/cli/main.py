@@ -167,8 +167,6 @@ def _run(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
-    if words[:1] == ["report"]:
-        raise MegatronCGError("report has gone: align --records DIR DIR2 compares two records.")
     args, extra = _parsed(words[:cut]), words[cut + 1 :]
     if extra and args.command not in TAKING_FLAGS:
         raise MegatronCGError(f"{args.command} passes nothing on: leave out {' '.join(extra)}")

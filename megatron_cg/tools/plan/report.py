@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ _SMALLER = (
 def invoke(args: Namespace, extra: Sequence[str]) -> int:
     line, room = read_line(extra), int(args.gpu_memory * _USABLE * 2**30)
     plan = edit(line, room, args.gpus)
-    sys.stdout.write(f"{json.dumps(facts_of(plan))}\n" if args.json else text_of(plan))
+    print(json.dumps(facts_of(plan)) if args.json else "\n".join(lines_of(plan)).rstrip())
     return 0 if plan.accepted else 1
 
 
@@ -75,11 +74,7 @@ def _pieces(line: LaunchLine) -> dict[str, str]:
     return pieces | {flag.name: str(flag) for flag in line.flags}
 
 
-def text_of(plan: Edited) -> str:
-    return "\n".join(_lines(plan)).rstrip() + "\n"
-
-
-def _lines(plan: Edited) -> Iterator[str]:
+def lines_of(plan: Edited) -> Iterator[str]:
     best = plan.best
     yield f"{plan.given.script} on {plan.gpus.count:,} GPUs"
     made = changes(plan)

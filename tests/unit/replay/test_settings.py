@@ -137,6 +137,10 @@ class Scaled(TransformerLayer):  # type: ignore[misc]
 
     factor = 1
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.began = 0.5
+
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
         assert self.mlp.forward  # A replay replaces the layer's own.
         return super()._forward_mlp(*args, **kwargs) * self.factor
@@ -182,10 +186,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
 OWN: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "own layer's setting": (DENSE, lambda layer: setattr(layer, "hidden_dropout", 0.5)),
     "what an own layer reads": (DENSE, lambda layer: setattr(layer, "factor", 2)),
-    "nothing of an own layer": (DENSE, lambda _layer: None),
+    "what nothing of an own layer reads": (DENSE, lambda layer: setattr(layer, "began", 1.5)),
 }
 """Of layers that are :class:`Scaled`."""
-UNSEEN = ("bias rate", "none to what counts", "nothing", "nothing of an own layer")
+UNSEEN = ("bias rate", "none to what counts", "nothing", "what nothing of an own layer reads")
 """Of them, those that a layer does not read."""
 CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
     **{

@@ -97,8 +97,6 @@ def test_two_records_are_compared_without_training(
     assert ended.code == 2 and "holds no record" in ended.err
     ended = cli("align --records", eager, graphs, "--", "--lr")
     assert ended.code == 2 and "--records trains nothing: leave out --lr" in ended.err
-    ended = cli("report", graphs)
-    assert ended.code == 2 and "align --records DIR DIR2 compares two records" in ended.err
 
 
 def test_the_runs_on_gpus_differ_in_the_flags_about_graphs_alone(asked: Answer, cli: Cli) -> None:

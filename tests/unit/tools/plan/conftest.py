@@ -7,7 +7,7 @@ import pytest
 
 from megatron_cg.tools.launch_line import read_line
 from megatron_cg.tools.plan.edit import Edited, edit
-from megatron_cg.tools.plan.report import text_of
+from megatron_cg.tools.plan.report import lines_of
 
 Plan = Callable[..., Edited]
 
@@ -23,4 +23,4 @@ def plan() -> Plan:
 
 
 def said(plan: Edited) -> str:
-    return " ".join(text_of(plan).split())
+    return " ".join(" ".join(lines_of(plan)).split())
