@@ -86,7 +86,7 @@ def without_channels(attention: Any) -> Any:
             super().__init__(*args, **named)
 
     # Like the one of TE, it is of a class that this package knows.
-    Attention.__module__ = attention.__module__
+    Attention.__module__ = Attention.__init__.__module__ = attention.__module__
     return Attention
 
 
