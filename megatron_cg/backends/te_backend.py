@@ -24,7 +24,7 @@ from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Entry
 from megatron_cg.replay.guarded_graph import ReplayFunction
 from megatron_cg.restore import Restores
-from megatron_cg.upstream.patch import cells_of, set_attribute, undone_after
+from megatron_cg.upstream.patch import IN_CELL, cells_of, set_attribute, undone_after
 from megatron_cg.upstream.symbols import Symbol, changed
 from megatron_cg.upstream.te import END_CAPTURING, FP8, GRAPH, IS_CAPTURING
 
@@ -95,13 +95,13 @@ class TransformerEngineBackend(Backend):
         def borrow() -> Callable[[], None]:
             # Called in each backward pass, so it only sets a variable.
             own, clones.cell_contents = clones.cell_contents, none
-            return partial(setattr, clones, "cell_contents", own)
+            return partial(setattr, clones, IN_CELL, own)
 
         incoming = _cell(function.backward, "static_grad_outputs").cell_contents
         return ReplayFunction(
             function,
             _OWN_ARGUMENTS + _cell(function.forward, "len_user_args").cell_contents,
-            replace=lambda replacement: set_attribute(applied, "cell_contents", replacement),
+            replace=lambda replacement: set_attribute(applied, IN_CELL, replacement),
             borrow=borrow,
             needs=tuple(static is not None for static in incoming),
         )

@@ -114,7 +114,7 @@ class PassObserver:
             if isinstance(value, torch.Tensor) and is_known(owner) and owner in self._graphed
         ]
         self.code: CodeObserver | None = None
-        """Observes the code of modules whose classes are not known, if there are any."""
+        """Observes modules whose classes are not known, or that hold a user's function."""
         known = KNOWN if unit.is_plain_module else KNOWN | {"torch"}
         modules = (unit.layer, *unit.graphed)
         users = (is_users_function(one) for m in modules for one in vars(m).values())

@@ -67,7 +67,7 @@ from torch import nn
 
 from megatron_cg.errors import WITHOUT_FAST_PATH, FastPathError, say
 from megatron_cg.fastpath.gather import RELEASE, REPLACES_RELEASE
-from megatron_cg.fastpath.part import IN_CELL, NotApplicableError, find_cell
+from megatron_cg.fastpath.part import NotApplicableError, find_cell
 from megatron_cg.fastpath.scaled_copies import ScaledCopies, factor_of, require_kernel
 from megatron_cg.fsdp.roles import HOOKS_SCOPE, fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
@@ -176,7 +176,7 @@ def order_copies(fsdp: Any) -> patch.Undo:
             freed.make_room(number, stream)
         original(parameters)
 
-    replaced = patch.replace_function(cell, IN_CELL, process)
+    replaced = patch.replace_function(cell, patch.IN_CELL, process)
     return patch.combine_undos((replaced, freed.install()))
 
 
@@ -518,8 +518,8 @@ def install_gradients(fsdp: Any) -> tuple[GradientBucketing, Callable[[], None]]
         release(module, bwd, *lazy, **named)
 
     with ExitStack() as undo:
-        undo.callback(patch.replace_function(cell, IN_CELL, bucketing))
-        undo.callback(patch.replace_function(releasing, IN_CELL, release_module_parameters))
+        undo.callback(patch.replace_function(cell, patch.IN_CELL, bucketing))
+        undo.callback(patch.replace_function(releasing, patch.IN_CELL, release_module_parameters))
         undo.callback(bucketing.freed.install())
         undo.callback(patch.wrap_method(fsdp, "forward", before=bucketing.refuse_what_is_left))
         return bucketing, undo.pop_all().close

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_cg.fastpath.part import IN_CELL, NotApplicableError, find_cell, float8_test
+from megatron_cg.fastpath.part import NotApplicableError, find_cell, float8_test
 from megatron_cg.fsdp.roles import HOOKS_SCOPE, fsdp_class, fsdp_function
 from megatron_cg.upstream import patch
 
@@ -236,8 +236,8 @@ def install_unshard(fsdp: Any, deferred: DeferredPrefetch) -> Iterator[patch.Und
             deferred.issue()
         release(all_of_unit(module), bwd, lazy)
 
-    yield patch.replace_function(listed, IN_CELL, list_of_unit)
-    yield patch.replace_function(releasing, IN_CELL, release_module_parameters)
+    yield patch.replace_function(listed, patch.IN_CELL, list_of_unit)
+    yield patch.replace_function(releasing, patch.IN_CELL, release_module_parameters)
     yield patch.replace_function(fsdp, _WAIT, _gathered(getattr(fsdp, _WAIT)))
     for group in store.parameter_groups:
         buffer = group.model_weight_buffer

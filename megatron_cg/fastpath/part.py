@@ -18,7 +18,6 @@ from megatron_cg.upstream.patch import cells_of
 from megatron_cg.upstream.symbols import Symbol, changed
 
 RELIES_ON = fsdp_function("is_float8tensor", "whether a parameter is FP8")
-IN_CELL = "cell_contents"
 
 
 def known(path: str, expected: str, *fingerprints: str) -> Symbol:

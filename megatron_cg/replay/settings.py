@@ -96,8 +96,8 @@ def settings_of(units: Iterable[Unit]) -> Objects:
         names = {module: name for name, module in unit.layer.named_modules()}
         for module in (unit.layer, *unit.graphed):
             is_users = not is_known(module, packages)
-            is_megatrons = not is_users or (module is unit.layer and not unit.is_plain_module)
-            if is_megatrons and id(module) not in seen:
+            has_settings = not is_users or (module is unit.layer and not unit.is_plain_module)
+            if has_settings and id(module) not in seen:
                 seen.add(id(module))
                 kind: Any = type(module)
                 # Of a user's layer what Megatron sets; the rest is for the user's code to read.

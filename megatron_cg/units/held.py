@@ -35,7 +35,7 @@ from megatron_cg.replay.plain import (
     is_plain,
     package_of,
 )
-from megatron_cg.upstream.patch import cells_of
+from megatron_cg.upstream.patch import IN_CELL, cells_of
 
 _PARTS = ("__func__", "__self__", "fget", "__wrapped__", "func", "args", "keywords")
 """Of methods, properties, what decorates a function, and partial functions."""
@@ -145,7 +145,7 @@ def variables_of(function: FunctionType) -> list[Entry]:
     for variable, cell in cells_of(function).items():
         if variable != "__class__":
             what = f"variable {variable} of {name}"
-            rows.append(Entry(Attributes(cell), "cell_contents", "state", what))
+            rows.append(Entry(Attributes(cell), IN_CELL, "state", what))
     for key in ("__defaults__", "__kwdefaults__"):
         if getattr(function, key):
             rows.append(Entry(Attributes(function), key, "state", f"the defaults of {name}"))

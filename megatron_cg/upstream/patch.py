@@ -41,6 +41,7 @@ Undo = Callable[[], None]
 _ABSENT: Any = object()
 """Stands for an attribute that an object's own dictionary does not have."""
 COPIES = ("__deepcopy__", "__reduce_ex__")
+IN_CELL = "cell_contents"
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from megatron_cg.tape import train
 from megatron_cg.tape.fakes import replaced
 from megatron_cg.tape.tape_backend import TapeBackend
 from megatron_cg.tape.training_plan import CpuModelConfig
-from megatron_cg.upstream.patch import set_attribute, wrap_method
+from megatron_cg.upstream.patch import IN_CELL, set_attribute, wrap_method
 from tests.unit.fastpath.test_fast_path import BorrowingTape, with_frozen
 from tests.unit.ordering.check import races
 from tests.unit.ordering.device import modelled_device
@@ -97,7 +97,7 @@ def _on_another_stream(name: str, trainer: Any, trace: Trace) -> Iterator[None]:
             own(parameters)
 
     with ExitStack() as undo:
-        undo.callback(set_attribute(hook, "cell_contents", called))
+        undo.callback(set_attribute(hook, IN_CELL, called))
         undo.callback(wrap_method(trainer, "_forward", before=ends))
         undo.callback(wrap_method(trainer, "_forward", after=begins))
         undo.callback(wrap_method(fsdp, "finish_grad_sync", before=ends))
