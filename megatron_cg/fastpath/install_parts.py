@@ -97,11 +97,7 @@ def install_for(
     graphed: Collection[nn.Module],
     replays: Sequence[ReplayFunction],
 ) -> FastPath | None:
-    """Install what is applicable to a sharding by Megatron-FSDP or FSDP2; None for any other."""
-    if sharding.opens_spans:
-        with _installing(sharding.wrapped) as path:
-            path.add("spans", under_v2.skip_spans)
-        return path
+    """Install what is applicable to a sharding by Megatron-FSDP; None for any other."""
     if not sharding.groups and sharding.megatron_fsdp is None:
         return None
     scratch = IdlePool(backend.pool) if backend.pool is not None else None

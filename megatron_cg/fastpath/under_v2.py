@@ -1,4 +1,4 @@
-"""Parts for FSDP2 and for Megatron-FSDP v2: what v2 computes anew is kept while graphs live.
+"""Parts for Megatron-FSDP v2: what it computes anew is kept while graphs live.
 
 v2 does its bookkeeping in Python, for each parameter and several times a step: it lays out buffers
 and cuts them, and copies and casts gradients.
@@ -37,17 +37,9 @@ Note [Casts for the optimizer]
     step, as a DTensor. Here each DTensor is made once, and the memory of its first cast is freed at
     once. One call fills memory that lives for the step, and that is borrowed as in Note [Copies in
     borrowed memory] of ``optimizer_step.py``.
-
-Note [Spans that nobody records]
-    FSDP2 opens a span of torch's profiler around each of its functions, twelve times a layer in a
-    step. Where no profiler runs, that is a seventh of the host time of its hooks (torch 2.11, eight
-    layers of nine weights). Here a span is opened only while a profiler runs. The rest of that time
-    cannot be prepared: FSDP2 finds out anew what it gathers, and its functions would have to be
-    written again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 from weakref import finalize
@@ -57,7 +49,6 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_cg.errors import UpstreamChangedError
 from megatron_cg.fastpath.detached_weights import DetachedWeights, detach_in_graphs
 from megatron_cg.fastpath.optimizer_step import IdlePool, copied, inner_optimizers
 from megatron_cg.fastpath.part import NotApplicableError, known
@@ -114,12 +105,7 @@ _CASTS = (
     known(f"{_OWN}.{_STEP}", "what drops the casts", "c05e44ef34e51e62"),
 )
 REPLACES_CASTS = _CASTS if _IN_CORE else ()
-_SPAN = Symbol(
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:record_function", "a profiler's span"
-)
-_PROFILES = Symbol("torch.autograd:_profiler_enabled", "whether a profiler runs")
 RELIES_ON = (
-    *(_SPAN, _PROFILES),
     *dict.fromkeys((*REPLACES_LAYOUTS, *REPLACES_VIEWS, *REPLACES_HOOKS)),
     *REPLACES_CASTS,
     *fsdp_v2(
@@ -136,23 +122,6 @@ RELIES_ON = (
         "_parameter_groups",
     ),
 )
-
-
-def skip_spans() -> patch.Undo:
-    """See Note [Spans that nobody records]; returns the undo.
-
-    Raises NotApplicableError if FSDP2 opens none, or opens them elsewhere.
-    """
-    try:
-        opened, profiles = _SPAN.find(), _PROFILES.find()
-    except UpstreamChangedError as why:
-        raise NotApplicableError(str(why)) from why
-    nothing = nullcontext()
-
-    def span(name: str) -> AbstractContextManager[Any]:
-        return opened(name) if profiles() else nothing
-
-    return patch.set_attribute(*_SPAN.place(), span)
 
 
 def keep_layouts(group: Any) -> patch.Undo:

@@ -91,8 +91,6 @@ class Sharding:
     counts_gradients = False
     """Whether gradients are reduced as soon as all parameters of a bucket have got theirs; see
     ``replay/guarded_graph.py``."""
-    opens_spans = False
-    """Whether its hooks are those of FSDP2, with spans for a profiler."""
     varies_sums = False
     """Whether autograd sums a gradient with ``grad_dtype`` in another dtype in some passes."""
     moved = REPLACED

@@ -64,7 +64,6 @@ class FullyShard(PerModule):
     """
 
     name = "FSDP2"
-    opens_spans = True
     varies_sums = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
     moved = (
         "The memory of a unit under fully_shard moved after capture. Keep its parameters in place, "
