@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,6 +61,24 @@ class Use:
     device_type: str
 
 
+class _Write(NamedTuple):
+    """An operation wrote to a tensor.
+
+    Objects of this class, unlike tuples, are no holders for :func:`holder_of`: one unit may write
+    to what another one's pass has made, such as the memory of a stash.
+    """
+
+    tensor: torch.Tensor
+    by: Use
+
+
+class _Copy(NamedTuple):
+    """Memory, and what it held before an operation wrote to it."""
+
+    memory: torch.Tensor
+    before: torch.Tensor
+
+
 _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
 """Packages whose frames lie between an operation and the code that called it."""
 
@@ -80,11 +98,11 @@ class Operations(CallMode):
         """Memory that operations have made, by its key."""
         self.reads: dict[int, tuple[StorageReference, Use]] = {}
         """Other memory that operations of a forward pass got, by its key, and the first of them."""
-        self.writes: list[tuple[torch.Tensor, Use]] = []
+        self.writes: list[_Write] = []
         """Other memory that operations wrote to."""
         self._notes_reads = True
-        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._of_pass: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._saved: dict[int, _Copy] = {}
+        self._of_pass: list[_Copy] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -146,12 +164,12 @@ class Operations(CallMode):
         key = key_of(tensor)
         if key is None or key in self.made:
             return
-        self.writes.append((tensor, self._use(tensor, func)))
+        self.writes.append(_Write(tensor, self._use(tensor, func)))
         if key in self._parameters:
-            self._of_pass.append((tensor.data, tensor.detach().clone()))
+            self._of_pass.append(_Copy(tensor.data, tensor.detach().clone()))
         elif key not in self._saved:
             memory = bytes_in(tensor.untyped_storage())
-            self._saved[key] = memory, memory.clone()
+            self._saved[key] = _Copy(memory, memory.clone())
 
     def _use(self, tensor: torch.Tensor, func: torch._ops.OpOverload) -> Use:
         frames = list(traceback.walk_stack(sys._getframe(2)))
