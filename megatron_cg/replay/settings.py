@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from megatron_cg.replay.guard import Entry, KeySet, Objects
-from megatron_cg.replay.plain import KNOWN, is_container, is_known, is_plain
+from megatron_cg.replay.plain import is_container, is_known, is_plain
 from megatron_cg.replay.unit import Unit
 from megatron_cg.upstream.patch import COPIES
 
@@ -43,7 +43,6 @@ _OTHERS = [
     *(f"fp32_precision_getter cuda {operation}" for operation in ("matmul", "conv", "rnn")),
     *(f"fp32_precision_getter mkldnn {operation}" for operation in ("matmul", "conv")),
 ]
-_PACKAGES = KNOWN | {"torch"}
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmethod, classmethod)
 _OF_MODULES = (type(None), float, str, Enum, *_FUNCTIONS)
 _OF_LOOPS = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
@@ -92,32 +91,41 @@ def settings_of(units: Iterable[Unit]) -> Objects:
     entries = [Entry(Switches(), "", "switches", "a switch of torch")]
     key_sets, seen = list[KeySet](), set[int]()
     for unit in units:
-        packages = KNOWN if unit.is_plain_module else _PACKAGES
         names = {module: name for name, module in unit.layer.named_modules()}
         for module in (unit.layer, *unit.graphed):
-            is_users = not is_known(module, packages)
+            is_users = not is_known(module, unit.known_packages)
             has_settings = not is_users or (module is unit.layer and not unit.is_plain_module)
-            if has_settings and id(module) not in seen:
-                seen.add(id(module))
-                kind: Any = type(module)
-                # Of a user's layer what Megatron sets; the rest is for the user's code to read.
-                makers = [vars(k).get("__init__") for k in kind.__mro__ if is_users and is_known(k)]
-                named = {n for one in filter(None, makers) for n in unwrap(one).__code__.co_names}
-                where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
-                fills = any(one.__module__.startswith(_TE) for one in kind.__mro__)
-                for key, value in own.items():
-                    counts = _is_setting(value) and not (fills and value is None)
-                    counts |= key == "config" or (type(value) is int and value in (0, 1))
-                    counts &= not is_users or key in named
-                    if counts and key not in _OTHER_ROWS:
-                        entries.append(Entry(own, key, _CLAUSE, f"{key} of {where}", _is_setting))
-                entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
-                key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind).__contains__))
-                if (part := own.get(_DISPATCHER)) is not None:
-                    reads = partial(hasattr, type(part))
-                    key_sets.append(KeySet(vars(part), _CLAUSE, f"dispatcher of {where}: ", reads))
-                entries += _shared(module, seen)
+            if not has_settings or id(module) in seen:
+                continue
+            seen.add(id(module))
+            where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
+            for key in _counted(module, is_users=is_users):
+                entries.append(Entry(own, key, _CLAUSE, f"{key} of {where}", _is_setting))
+            entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
+            kind: Any = type(module)
+            key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind).__contains__))
+            if (part := own.get(_DISPATCHER)) is not None:
+                reads = partial(hasattr, type(part))
+                key_sets.append(KeySet(vars(part), _CLAUSE, f"dispatcher of {where}: ", reads))
+            entries += _shared(module, seen)
     return Objects(entries, key_sets)
+
+
+def _counted(module: nn.Module, *, is_users: bool) -> Iterator[str]:
+    """The attributes of a module that are settings; see Note [What counts].
+
+    Of a user's layer those that Megatron's code sets: the rest is for the user's code to read.
+    """
+    kinds = type(module).__mro__
+    makers = [vars(kind).get("__init__") for kind in kinds if is_users and is_known(kind)]
+    set_by_megatron = {n for one in filter(None, makers) for n in unwrap(one).__code__.co_names}
+    is_of_te = any(kind.__module__.startswith(_TE) for kind in kinds)
+    for key, value in vars(module).items():
+        counts = _is_setting(value) and not (is_of_te and value is None)
+        counts |= key == "config" or (type(value) is int and value in (0, 1))
+        counts &= not is_users or key in set_by_megatron
+        if counts and key not in _OTHER_ROWS:
+            yield key
 
 
 def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:

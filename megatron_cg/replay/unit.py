@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Entry, Mismatch
+from megatron_cg.replay.plain import KNOWN
 
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 """A function that is called before each replay, and its arguments."""
@@ -44,6 +45,11 @@ class Unit:
         """The frozen parameters that its passes write."""
         self.nested = False
         """Whether a backward pass inside its own adds to gradients of weights."""
+
+    @property
+    def known_packages(self) -> frozenset[str]:
+        """Packages of whose modules settings are compared; the code of others is observed."""
+        return KNOWN if self.is_plain_module else KNOWN | {"torch"}
 
     def entries(self) -> Iterable[Entry]:
         """More rows for the table of what its graph depends on."""
