@@ -98,6 +98,8 @@ def read_run(namespace: argparse.Namespace) -> schema.RunArguments:
         ),
         "expert_tensor_parallel_size": _get(namespace, "expert_tensor_parallel_size")
         or _get(namespace, "tensor_model_parallel_size"),
+        "sequence_parallel": _get(namespace, "sequence_parallel")
+        and _get(namespace, "tensor_model_parallel_size") > 1,
         "moe_router_padding_for_quantization": _any(
             namespace, "moe_router_padding_for_quantization", "moe_router_padding_for_fp8"
         ),

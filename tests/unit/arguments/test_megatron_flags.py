@@ -106,6 +106,7 @@ BALANCING = "moe_router_load_balancing_type"
         ("--context-parallel-size 2", "context_parallel_size", 2),
         ("--fp8-format hybrid", "fp8", "hybrid"),
         ("--tensor-model-parallel-size 2", "expert_tensor_parallel_size", 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "sequence_parallel", True),
     ],
 )
 def test_derived_settings(argv: str, field: str, expected: object) -> None:
