@@ -17,8 +17,7 @@ from megatron_cg.arguments.layers import available_scopes, decoder_symbols, read
 from megatron_cg.arguments.schema import WHOLE_LAYER, mtp_is_repeated, recomputes_layers
 from megatron_cg.tools.plan.settings import VOCABULARY, Settings
 
-_SLOT_ROWS = 128
-"""``--cg-moe-rows`` rounds the rows of a slot up to a multiple of this."""
+_SLOT_ROWS = 128  # ``--cg-moe-rows`` rounds the rows of a slot up to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class Shape:
         self.gated = 2 if args.swiglu or args.quick_geglu else 1
         self.keeps_quantized = self.run.fp8 is not None and not self.run.fp8_param_gather
         instances = int(args.num_distributed_optimizer_instances)
+        # With hybrid FSDP, groups of ranks that have the same weights share the optimizer's state.
+        self.groups = instances if args.outer_dp_sharding_strategy == "optim" else 1
         self.expert_split = int(args.expert_tensor_parallel_size * args.expert_model_parallel_size)
         self.sharing: int = args.data_parallel_size * args.context_parallel_size // instances
         self.sharing_experts: int = max(1, args.world_size // (self.expert_split * instances))
@@ -131,12 +132,17 @@ class Shape:
             return -(-dense // self.sharing) - (-experts // self.sharing_experts)
         return dense + experts
 
+    def optimized(self, parts: Sequence[Part]) -> int:
+        """Parameters that a rank's optimizer updates."""
+        shard = self.held(parts, sharded=self.shards_optimizer)
+        return -(-shard // self.groups) if self.shards_optimizer else shard
+
     def state(self, parts: Sequence[Part]) -> dict[str, int]:
         args, width = self.args, self.width
         moments = 8 if args.optimizer == "adam" else 4
         if args.use_precision_aware_optimizer:
             moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
-        optimizer = self.held(parts, sharded=self.shards_optimizer)
+        optimizer = self.optimized(parts)
         return {
             "weights": self.held(parts, sharded=self.shards_weights) * width,
             "gradients": self.held(parts, sharded=self.shards_gradients) * self.gradient_width,
@@ -311,14 +317,12 @@ _KINDS = {
 """By Megatron's symbol in a hybrid pattern: what it is called, and what makes its parts."""
 
 MIB = 2**20
-_MISCELLANEOUS = 136 * MIB
-"""Workspaces of cuBLAS and TE, and small buffers."""
+_MISCELLANEOUS = 136 * MIB  # workspaces of cuBLAS and TE, and small buffers
 _CONTEXT, _EXPERT_GROUPS = 3_400 * MIB, 2_300 * MIB
 """Outside torch's allocator: CUDA's context and NCCL; more NCCL with expert-parallel groups."""
 _FRAGMENTED = 1.02
 _POOL_FRAGMENTED = 1.05
-_LENT = 0.65
-"""The part of the graphs' pool in which gradient copies find room."""
+_LENT = 0.65  # the part of the graphs' pool in which gradient copies find room
 
 _ALWAYS, _POOL = "in every phase", "graphs' pool"
 _PASSES, _STEP = "forward and backward passes", "optimizer step"
@@ -366,6 +370,7 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
     outputs = [_outputs(shape, layer) for layer in graphed]
     masks = args.micro_batch_size * args.seq_length**2 // args.context_parallel_size
     masks *= args.create_attention_mask_in_dataloader
+    copies_gradients = shape.gradient_width == 2 and not args.use_precision_aware_optimizer
     peer = graphed and shape.graph.cg_moe_exchange == "peer"
     logits = shape.bytes_of(vocabulary) * (1 + (args.mtp_num_layers or 0))
     terms = {
@@ -388,7 +393,7 @@ def memory_of(settings: Settings, layers: Sequence[Layer] | None = None) -> Memo
             "eager activations": _eager_activations(shape, layers),
             "logits": logits + logits * 4 // shape.width,  # again in fp32, for the loss
         },
-        _STEP: {"fp32 copies of gradients": state["gradients"] * 2 * (shape.gradient_width == 2)},
+        _STEP: {"fp32 copies of gradients": shape.optimized(parts) * 4 * copies_gradients},
         _OUTSIDE: {
             "CUDA and NCCL": _CONTEXT + _EXPERT_GROUPS * (args.expert_model_parallel_size > 1),
             # One set of slots for all layers, for rows and what places them.

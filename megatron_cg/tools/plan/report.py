@@ -6,6 +6,7 @@ import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from megatron_cg.tools.plan.edit import COSTLY, LAUNCHER, Edited, Tried, edit, g
 from megatron_cg.tools.plan.memory import Layer, Memory, Part
 
 WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
-_USABLE = 0.99
-"""The part of a card's nominal memory that a process can have: 79.2 GiB of 80."""
+_WRAP = partial(textwrap.wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+_USABLE = 0.99  # the part of a card's nominal memory that a process can have: 79.2 GiB of 80
 _SMALLER = (
     "It does not fit without graphs either: use more GPUs, more tensor or expert parallelism, a "
     "shorter --seq-length, a smaller --micro-batch-size, or --recompute-granularity."
@@ -118,14 +119,14 @@ def _memory(plan: Edited, memory: Memory) -> Iterator[str]:
     yield f"\nParameters: {whole:,}; of a rank {held:,}, after sharding {sharded:,}"
     yield "\nMemory of one GPU, MiB:"
     for phase, terms in memory.terms.items():
-        yield f"  {phase}:"
-        for name, size in terms.items():
-            if size:
-                yield f"    {name:<40}{size / 2**20:>12,.0f}"
+        sizes = {name: size for name, size in terms.items() if size}
+        yield from [f"  {phase}:"] * bool(sizes)
+        for name, size in sizes.items():
+            yield f"    {name:<40}{size / 2**20:>12,.0f}"
     eager = plan.eager.total if plan.eager is not None else memory.total
     fits = "fits" if plan.accepted else "does not fit"
-    sizes = f"{gib(memory.total)}, {gib(eager)} without graphs, of {gib(plan.room)}"
-    yield from _wrapped(f"{fits}: {sizes}.", "")
+    needs = f"{gib(memory.total)}, {gib(eager)} without graphs, of {gib(plan.room)}"
+    yield from _wrapped(f"{fits}: {needs}.", "")
     if not plan.accepted:
         yield from _wrapped(_SMALLER if eager > plan.room else _without_all(plan.best), "  ")
 
@@ -140,11 +141,4 @@ def _without_all(tried: Tried) -> str:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _WRAP(text, initial_indent=indent, subsequent_indent=f"{indent}  ")

@@ -69,6 +69,16 @@ def test_a_published_line_is_planned_right_in_one_round(name: str, plan: Plan) -
     assert (str(again.best.line), again.best.memory) == (line, best.memory)
 
 
+def test_hybrid_fsdp_shards_the_optimizers_state_over_all_ranks(plan: Plan) -> None:
+    given = PUBLISHED["Llama 3 8B, FSDP, FP8"].line + " --num-distributed-optimizer-instances 4"
+    lines = (given, f"{given} --outer-dp-sharding-strategy optim")
+    by_group, by_all = (plan(line, 149).best.memory for line in lines)
+    assert by_group is not None and by_all is not None and by_group.parameters == by_all.parameters
+    more, less = by_group.terms["in every phase"], by_all.terms["in every phase"]
+    assert more["optimizer state"] == pytest.approx(4 * less["optimizer state"])
+    assert more["weights"] == less["weights"] and more["gradients"] == less["gradients"]
+
+
 RESULTS = Path(__file__).parents[4] / "benchmarks/results"
 
 
