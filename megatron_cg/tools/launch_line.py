@@ -14,8 +14,7 @@ from typing import Self
 
 from megatron_cg.errors import MegatronCGError
 
-GPUS_PER_NODE = 8
-"""What a host is taken to have if the line does not say it."""
+GPUS_PER_NODE = 8  # what a host is taken to have if the line does not say it
 _SCRIPT = re.compile(r"(?<![^\s'\"])(['\"]?)([^\s'\"=;]+\.py)\1(?=[\s'\"]|$)")
 _VALUE = r"=('[^']*'|\"[^\"]*\"|[^\s;&]*)"
 _VARIABLE = re.compile(rf"(?<![^\s;&'\"])([A-Za-z_]\w*){_VALUE}")
@@ -37,7 +36,7 @@ _NO_SCRIPT = (
     "docs/graph_units.md and docs/clients.md"
 )
 MEGATRONS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
-"""Scripts of Megatron that train GPT models, and add no flags."""
+"""Scripts of Megatron that train GPT models, and add no flags but those of ModelOpt."""
 _OTHERS = {
     "graph_units.md#ways-of-sharding": r"--deepspeed|--zero-stage|--ds[-_]",
     "graph_units.md#a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|"

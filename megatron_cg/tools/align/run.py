@@ -34,8 +34,7 @@ _BUILDER = Symbol(
 RELIES_ON = (_BUILDER,)
 
 EAGER, GRAPHS = "eager", "graphs"
-VERIFY_STEPS = 3
-"""What alignments set ``--cg-verify-steps`` to."""
+VERIFY_STEPS = 3  # what alignments set ``--cg-verify-steps`` to
 PACKAGE = Path(__file__).resolve().parents[2]
 
 BASE_FLAGS = (
@@ -51,8 +50,7 @@ BASE_FLAGS = (
 """The flags of both runs, whatever the model: the generator of ``--te-rng-tracker`` draws other
 numbers than the default one."""
 
-_PACKS = {flag_of(name) for name in PACKING}
-"""Flags that pack several samples into one sequence."""
+_PACKS = {flag_of(name) for name in PACKING}  # flags that pack several samples into one sequence
 
 FLAGS_OF_V1 = ("--use-distributed-optimizer",)
 """Those of them that Megatron-FSDP v2 refuses."""
@@ -84,14 +82,12 @@ ABOUT_GRAPHS = frozenset(
 )
 """Flags of this package for the graph run alone; a run without graphs refuses them."""
 
-END_OF_DOCUMENT = 256
-"""The token after each file of the data; tokens 0 to 255 are its bytes."""
+END_OF_DOCUMENT = 256  # the token after each file of the data; tokens 0 to 255 are its bytes
 
 OVERDUE = "did not end within --timeout"
 """How a run's log and the comparison describe a run that had to be stopped."""
 _TAIL = 40
-_STOP_SECONDS = 20.0
-"""How long processes have to end by themselves before they are killed."""
+_STOP_SECONDS = 20.0  # how long processes have to end by themselves before they are killed
 _MARK = "MEGATRON_CG_RUN"
 """The variable by which the processes of a run are found, whatever session or parent they have."""
 _DIFFERED = re.compile(rf".* {STEP_DIFFERS}: .*")

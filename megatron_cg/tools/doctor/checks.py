@@ -35,8 +35,7 @@ from megatron_cg.errors import Violation
 from megatron_cg.upstream import te
 from megatron_cg.upstream.symbols import Symbol, installed_version
 
-FRAMEWORKS = ("megatron-bridge", "torchtitan")
-"""Those of loops that this package was run with."""
+FRAMEWORKS = ("megatron-bridge", "torchtitan")  # those of loops that this package was run with
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 LEVELS = ERROR, WARNING, OK = "error", "warning", "ok"

@@ -51,8 +51,7 @@ COSTLY = {
 }
 """Flags whose change takes memory, and for what; of two with one text the last counts."""
 _ORDER = ("mamba", "attn", "mlp")
-_ROUNDS = 30
-"""Each mends at least one error, or is the last."""
+_ROUNDS = 30  # each mends at least one error, or is the last
 _FULL_ITERATION = Violation(
     "full-iteration",
     "--cuda-graph-impl full_iteration",
@@ -61,6 +60,12 @@ _FULL_ITERATION = Violation(
     "keep the line as it is, or drop --cuda-graph-impl and --cuda-graph-scope and plan it again",
 )
 """It is not replaced: the line can train as it is."""
+_RECOMPUTED = Violation(
+    "recomputed-attention",
+    "recomputed attention with dropout",
+    "in a graph it is not recomputed, so dropout would draw other random numbers than eagerly",
+    "drop --recompute-activations and core_attn of --recompute-modules, and plan the line again",
+)
 _PIPELINE = (
     "drop --*pipeline* --overlap-p2p* --overlap-param-gather-with-optimizer-step "
     "--defer-embedding-wgrad-compute --wgrad-deferral-limit"
@@ -114,8 +119,7 @@ class Tried:
 
     line: LaunchLine
     settings: Settings
-    reasons: Mapping[str, str]
-    """Why a flag, a variable or the launcher was changed."""
+    reasons: Mapping[str, str]  # why a flag, a variable or the launcher was changed
     layers: tuple[Layer, ...] = ()
     memory: Memory | None = None
 
@@ -139,11 +143,9 @@ class Edited:
     given: LaunchLine
     gpus: Gpus
     best: Tried
-    eager: Memory | None
-    """Of the same run without graphs."""
+    eager: Memory | None  # of the same run without graphs
     room: int
-    asks: tuple[str, ...] = ()
-    """What the changes take away, which the user may have chosen."""
+    asks: tuple[str, ...] = ()  # what the changes take away, which the user may have chosen
 
     @property
     def accepted(self) -> bool:
@@ -160,8 +162,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     known = gpus_of(given, gpus)
     editor = _Editor(known.count, room, given)
     for name in (_MODULES, _SCOPE):
-        values = given.values(name) or ()
-        if values != (scopes := tuple(scope_names(" ".join(values)))):
+        if values := given.values(name):
+            scopes = scope_names(" ".join(values))
             editor.change(" ".join(["add", name, *scopes]), "spaces separate its values")
     settings = settings_of(editor.line, known.count, room, megatron=False)
     if settings.run.cuda_graph_impl == "full_iteration":
@@ -170,7 +172,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     for fix, why in _needs(settings, given, known):
         editor.change(fix, why)
     tried: list[Tried] = []
-    for choice, why in _choices(settings, known, editor.line):
+    against = settings.against_experts or _on_several_hosts(settings.args, known)
+    for choice, why in _choices(settings, against, editor.line):
         tried.append(editor.attempt(choice, why))
         starts = [trial for trial in tried if trial.memory is not None]
         if starts and starts[0].fits(room):
@@ -192,7 +195,7 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
         if path := given.values(name):
             reasons[_FORMAT] += _CONVERT.format(name, *path)
     best = replace(best, reasons=reasons)
-    asks = (*_asks(settings, known.count), *_asks_of_choice(settings, known, best))
+    asks = (*_asks(settings, known.count), *_asks_of_choice(settings, against, best))
     return Edited(given, known, best, eager, room, asks)
 
 
@@ -224,7 +227,7 @@ def _asks(settings: Settings, gpus: int) -> tuple[str, ...]:
     return tuple(text for text, holds in texts.items() if holds)
 
 
-def _asks_of_choice(settings: Settings, gpus: Gpus, best: Tried) -> Iterator[str]:
+def _asks_of_choice(settings: Settings, against: str, best: Tried) -> Iterator[str]:
     """What the chosen graphs leave out or do, which another line could change."""
     run = settings.run
     costs = {cost: best.reasons[name] for name, cost in COSTLY.items() if name in best.reasons}
@@ -233,7 +236,7 @@ def _asks_of_choice(settings: Settings, gpus: Gpus, best: Tried) -> Iterator[str
     lacks = ["--moe-grouped-gemm"] * (not run.moe_grouped_gemm)
     if run.moe_token_dispatcher_type != "alltoall":
         lacks.append("--moe-token-dispatcher-type alltoall")
-    if is_partial and lacks and not _on_several_hosts(settings.args, gpus):
+    if is_partial and lacks and not against:
         yield (
             f"Experts stay eager. Add {' '.join(lacks)} to capture whole MoE layers: with "
             "many small experts a step was 2 to 3 times as fast as with these graphs"
@@ -253,7 +256,9 @@ def _asks_of_choice(settings: Settings, gpus: Gpus, best: Tried) -> Iterator[str
 def _against_attention(run: RunArguments) -> tuple[Violation, ...]:
     """Broken rules of captured attention that a choice of scopes avoids."""
     given = Configuration(run=replace(run, cuda_graph_modules=("attn",)))
-    return tuple(item for rule in (*PACKED_ATTENTION, LARGEST_LOGITS) for item in rule(given))
+    broken = [item for rule in (*PACKED_ATTENTION, LARGEST_LOGITS) for item in rule(given)]
+    draws = run.attention_dropout or (run.sequence_parallel and run.hidden_dropout)
+    return (*broken, *[_RECOMPUTED] * bool(run.recomputes("core_attn") and draws))
 
 
 def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[str, str]]:
@@ -267,16 +272,13 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
         add = "add --use-megatron-fsdp; add --data-parallel-sharding-strategy optim_grads_params"
         yield "drop --use-torch-fsdp2", "Megatron-FSDP replaces it"
         yield add, "graphs of this package are captured under Megatron-FSDP"
-    for flag in ("--overlap-grad-reduce", "--overlap-param-gather"):
-        if not given.has(flag):
-            yield f"add {flag}", "as in the measured runs"
+    yield "add --overlap-grad-reduce; add --overlap-param-gather", "as in the measured runs"
     if run.is_moe and not args.moe_permute_fusion:
         yield "add --moe-permute-fusion", _FUSED
     if run.cuda_graph_impl != "transformer_engine" or not run.wants_graphs:
         yield "drop --enable-cuda-graph --external-cuda-graph", "--cuda-graph-impl replaces it"
         yield "add --cuda-graph-impl transformer_engine", "layerwise graphs"
-    if not args.te_rng_tracker:
-        yield "add --te-rng-tracker", "graphs turn it on; a run to compare with needs it too"
+    yield "add --te-rng-tracker", "graphs turn it on; a run to compare with needs it too"
     masks, resets = args.create_attention_mask_in_dataloader, args.reset_attention_mask
     if args.sft and (resets or args.reset_position_ids):
         drop = "drop --reset-attention-mask --reset-position-ids"
@@ -355,7 +357,7 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
 """What the first word of a fix does."""
 
 
-def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
+def _choices(settings: Settings, apart: str, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
     """Ways to capture, the best first, and why. What the line says comes first."""
     run, args = settings.run, settings.args
     stated = {name: v for name in _CHOSEN if (v := given.values(name)) is not None}
@@ -373,7 +375,7 @@ def _choices(settings: Settings, gpus: Gpus, given: LaunchLine) -> Iterator[tupl
     base = tuple(scope for scope in every if scope not in eager)
     alone = (*base, "moe_router") if "moe" in here else base
     by_te = stated.get(_GEMM) == ("te",)
-    against = f"{_GEMM} te reads counts on the CPU" if by_te else _on_several_hosts(args, gpus)
+    against = f"{_GEMM} te reads counts on the CPU" if by_te else apart
     if "moe" in here and run.drops_and_pads:
         yield {**kept, _MODULES: (*base, "moe")}, _WHY
     elif "moe" in here and not against:

@@ -33,15 +33,15 @@ from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import MEGATRONS, LaunchLine, LaunchLineError
 from megatron_cg.upstream.te import UPGRADE
 
-TE_VERSION = "2.20.2"
-"""The release whose rules apply where Transformer Engine is not installed."""
-_NEEDS = f"--cg-grouped-gemm cublas needs a Hopper GPU and a newer cuBLASLt on each host: {UPGRADE}"
-VOCABULARY = 131_072
-"""If only the tokenizer knows it."""
+TE_VERSION = "2.20.2"  # the release whose rules apply where Transformer Engine is not installed
+_NEEDS = f"--cg-grouped-gemm cublas needs a newer cuBLASLt on each host: {UPGRADE}"
+_MODELOPT = re.compile(r"--(export|finetune|modelopt)-|--(enable-gpt-oss|qad-train-target)$")
+"""Flags that Megatron's scripts have where nvidia-modelopt is installed."""
+VOCABULARY = 131_072  # if only the tokenizer knows it
 _DETERMINISTIC_PACK = 1 << 30
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
-_OF_BLACKWELL = 150 * 2**30
-"""Memory that no Hopper GPU has."""
+_OF_BLACKWELL = 150 * 2**30  # memory that no Hopper GPU has
+_HOPPER_ALONE = "graphs hold dropless experts on Hopper GPUs alone"
 _BATCH = "give a --global-batch-size that is a multiple of --micro-batch-size x data-parallel ranks"
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
@@ -52,13 +52,12 @@ _OF_TE = (
 
 @dataclass(frozen=True)
 class Settings:
-    args: Any
-    """Megatron's namespace, validated if Megatron accepted it."""
+    args: Any  # Megatron's namespace, validated if Megatron accepted it
     run: RunArguments
     graph: GraphArguments
-    broken: tuple[Violation, ...]
-    """Our broken rules, then Megatron's own, which is named ``megatron``."""
+    broken: tuple[Violation, ...]  # of our rules, then Megatron's own, which is named ``megatron``
     notes: tuple[str, ...] = ()
+    against_experts: str = ""  # why no graph holds dropless experts on these GPUs
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,7 +94,8 @@ def settings_of(
         raise LaunchLineError(f"the flags cannot be read: {error}. {hint}".rstrip(". ")) from None
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank, args.world_size = 0, gpus
-    run, graph = read_run(args), read_graph(args)
+    run, graph, is_megatrons = read_run(args), read_graph(args), Path(line.script).name in MEGATRONS
+    gemm = graph.cg_grouped_gemm
     here = Environment.read(BACKENDS[graph.cg_backend])
     where = replace(
         here,
@@ -104,18 +104,22 @@ def settings_of(
         lacks_device_counts="",
     )
     capability = _BLACKWELL if room > _OF_BLACKWELL else _HOPPER
-    broken = (*violations(run, graph, where), *_of_plan(run, capability))
-    if capability == _HOPPER:
-        broken += tuple(_of_packs(args, run, graph))
+    broken = (*violations(run, graph, where), *_of_plan(args, run, graph, capability))
     notes = [*notices(run, where), *_limits(args)]
     if capability == _BLACKWELL:
         notes.append("Blackwell GPUs were not measured: start with megatron-cg align on one host")
-    if graph.cg_grouped_gemm == "cublas" and here.lacks_device_counts:
+    elif gemm != "te":
+        notes.append(
+            f"--cg-grouped-gemm {gemm} needs Hopper GPUs: on others add "
+            "--cg-grouped-gemm te, and plan the line again"
+        )
+    if gemm == "cublas" and here.lacks_device_counts:
         notes.append(_NEEDS)
     if own := [word for word in unknown if "$" not in word]:
         _check_unknown(own, line)
-        notes.append(f"not Megatron's, so taken for the script's own: {' '.join(own)}")
-    if Path(line.script).name not in MEGATRONS and not line.source:
+        by = "ModelOpt's" if is_megatrons else "the script's own"
+        notes.append(f"not Megatron's, so taken for {by}: {' '.join(own)}")
+    if not is_megatrons and not line.source:
         notes.append(f"{line.script} is not here: it is taken to train the model of its flags")
     gpu = _gpu(line.variables, Configuration(run, graph, where).counts_on_device, capability)
     if megatron and (why := _megatrons_error(args, gpu)):
@@ -123,7 +127,8 @@ def settings_of(
         broken += (Violation("megatron", "Megatron stops", why, remedy),)
     if hint and (broken or any("$" in word for word in unknown)):
         notes.insert(0, hint)
-    return Settings(args, run, graph, broken, tuple(notes))
+    against_experts = _HOPPER_ALONE if capability == _BLACKWELL else ""
+    return Settings(args, run, graph, broken, tuple(notes), against_experts)
 
 
 def require_model(line: LaunchLine) -> str:
@@ -140,33 +145,37 @@ def require_model(line: LaunchLine) -> str:
     return ""
 
 
-def _of_packs(args: Any, run: RunArguments, graph: GraphArguments) -> Iterator[Violation]:
-    """What a capture finds: cuDNN computes no packs that are too large in deterministic mode."""
+def _of_plan(
+    args: Any, run: RunArguments, graph: GraphArguments, capability: tuple[int, int]
+) -> Iterator[Violation]:
+    """What Megatron or a capture finds on the GPU alone, and what cannot be planned."""
+    if run.is_moe and "E" not in (run.hybrid_layer_pattern or "E"):
+        found = f"--num-experts {run.num_experts} with a hybrid pattern that has no E"
+        reason = "Megatron would make no experts, so the layers are the script's own, and not known"
+        yield Violation("own-layers", found, reason, "give the pattern of Megatron's own model")
+    if capability == _BLACKWELL:
+        if graph.cg_grouped_gemm != "te":
+            found = f"--cg-grouped-gemm {graph.cg_grouped_gemm} on Blackwell"
+            remedy = "drop --cg-grouped-gemm, and type --cuda-graph-modules attn moe_router"
+            yield Violation("gpu", found, _HOPPER_ALONE, remedy)
+        return
+    mxfp8 = run.fp8 is not None and run.fp8_recipe == "mxfp8"
+    if mxfp8 or run.fp4 is not None:
+        found = "--fp8-recipe mxfp8" if mxfp8 else "--fp4-format"
+        instead = "--fp8-recipe blockwise" if mxfp8 else "--fp8-format hybrid"
+        remedy = f"type {instead}, or plan a Blackwell GPU, as with --gpu-memory 180"
+        yield Violation("gpu", found, "GPUs of this memory are older than Blackwell", remedy)
     heads = (args.num_attention_heads or 0) // args.tensor_model_parallel_size
     size = (graph.cg_packed_samples or 1) * heads * (args.seq_length or 0) ** 2
     packs = run.packs_sequences and run.captures("attn")
     if packs and args.deterministic_mode and size >= _DETERMINISTIC_PACK:
+        found = f"--deterministic-mode with packs of {args.seq_length} tokens in captured attention"
         reason = (
             "on Hopper cuDNN then computes attention only if samples x heads of a rank x tokens of "
             "the pack ** 2 is below 2 ** 30, and other kernels have other bits in a graph"
         )
         remedy = "type a smaller --seq-length, or drop --deterministic-mode"
-        found = f"--deterministic-mode with packs of {args.seq_length} tokens in captured attention"
         yield Violation("packed-deterministic", found, reason, remedy)
-
-
-def _of_plan(run: RunArguments, capability: tuple[int, int]) -> Iterator[Violation]:
-    """What Megatron finds on the GPU alone, and what cannot be planned."""
-    if run.is_moe and "E" not in (run.hybrid_layer_pattern or "E"):
-        found = f"--num-experts {run.num_experts} with a hybrid pattern that has no E"
-        reason = "Megatron would make no experts, so the layers are the script's own, and not known"
-        yield Violation("own-layers", found, reason, "give the pattern of Megatron's own model")
-    mxfp8 = run.fp8 is not None and run.fp8_recipe == "mxfp8"
-    if capability < _BLACKWELL and (mxfp8 or run.fp4 is not None):
-        found = "--fp8-recipe mxfp8" if mxfp8 else "--fp4-format"
-        instead = "--fp8-recipe blockwise" if mxfp8 else "--fp8-format hybrid"
-        remedy = f"type {instead}, or plan a Blackwell GPU, as with --gpu-memory 180"
-        yield Violation("gpu", found, "GPUs of this memory are older than Blackwell", remedy)
 
 
 @cache
@@ -177,6 +186,8 @@ def _nearest(name: str) -> list[str]:
 def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
     """Raise LaunchLineError for flags that Megatron refuses and the script does not add."""
     is_megatrons, source = Path(line.script).name in MEGATRONS, line.source
+    of_modelopt = [word for flag in line.flags if _MODELOPT.match(flag.name) for word in flag.words]
+    words = [word for word in words if word not in of_modelopt]
     for flag in line.flags if is_megatrons else ():
         if flag.name not in words and flag.values[1:] and {*flag.values[1:]} <= {*words}:
             text = f"{flag.name} takes fewer values than {' '.join(flag.values)}"
