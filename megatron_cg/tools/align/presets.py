@@ -22,8 +22,7 @@ class Preset:
 
     name: str
     description: str
-    scopes: tuple[str, ...]
-    """The default of ``--cuda-graph-modules``; empty means the whole layer."""
+    scopes: tuple[str, ...]  # the default of ``--cuda-graph-modules``; empty means the whole layer
     nproc: int
     flags: Mapping[str, Flag]
     """Megatron's flags by name, without the leading dashes; true is a flag without a value."""

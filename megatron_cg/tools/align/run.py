@@ -122,8 +122,7 @@ class Plan:
     fsdp_version: int = 1
     bf16: bool = True
     """False means no ``--bf16``, so fp32."""
-    graph_extra: tuple[str, ...] = ()
-    """Flags for the graph run, most of them this package's."""
+    graph_extra: tuple[str, ...] = ()  # flags for the graph run, most of them this package's
     extra: tuple[str, ...] = ()
     """Megatron's flags for both runs; ``{run}`` in them becomes ``eager`` or ``graphs``."""
 

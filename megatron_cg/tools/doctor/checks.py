@@ -50,8 +50,7 @@ class Finding:
     found: str
     why: str = ""
     remedy: str = ""
-    check: str = ""
-    """The name of the check, set when findings are collected."""
+    check: str = ""  # the name of the check, set when findings are collected
 
 
 ok, warning, error = (partial(Finding, level) for level in (OK, WARNING, ERROR))
@@ -61,8 +60,7 @@ ok, warning, error = (partial(Finding, level) for level in (OK, WARNING, ERROR))
 class System:
     """Everything that checks read, so that no check reads the machine itself."""
 
-    found: Mapping[str, Any]
-    """By stage of :func:`stages`; a stage that failed is not there."""
+    found: Mapping[str, Any]  # by stage of :func:`stages`; a stage that failed is not there
     backend: str = schema.TRANSFORMER_ENGINE
     variables: Mapping[str, str] = field(default_factory=dict)
 

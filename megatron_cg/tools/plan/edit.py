@@ -45,8 +45,7 @@ _BOUNDS = {
 """Flags that bound rows, and what it costs beside steps that are repeated."""
 _LESS = "Less is recomputed, so activations take more memory"
 COSTLY = {
-    _RECOMPUTE: _LESS,
-    "--recompute-granularity": _LESS,
+    **dict.fromkeys((_RECOMPUTE, "--recompute-granularity", "--moe-layer-recompute"), _LESS),
     "--fp8-param-gather": "Weights stay in BF16, and each GPU keeps FP8 copies of all of them",
 }
 """Flags whose change takes memory, and for what; of two with one text the last counts."""
@@ -103,7 +102,7 @@ _MEGATRONS = {
     ),
     "pipeline|interleaved schedule|virtual": _PIPELINE,
     "overlap_moe_expert_parallel|delay_wgrad": _OVERLAP,
-    "moe recompute is not supported": f"replace {_RECOMPUTE} moe moe_act",
+    "moe recompute is not": f"drop --moe-layer-recompute; replace {_RECOMPUTE} moe moe_act",
     "CPU offloading": "drop --cpu-offloading-num-layers",
     "apply_rope_fusion": "add --no-rope-fusion",
     "GEMM overlap can happen only": "drop --tp-comm-overlap*",
@@ -172,7 +171,8 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     for fix, why in _needs(settings, given, known):
         editor.change(fix, why)
     tried: list[Tried] = []
-    against = settings.against_experts or _on_several_hosts(settings.args, known)
+    apart = _on_several_hosts(settings.args, known)
+    against = settings.against_experts or (apart and f"{apart}, where whole layers were not tried")
     for choice, why in _choices(settings, against, editor.line):
         tried.append(editor.attempt(choice, why))
         starts = [trial for trial in tried if trial.memory is not None]

@@ -69,6 +69,10 @@ class Shape:
         self.hidden = int(self.tokens * args.hidden_size * self.width // split)
         self.norm = 0 if self.run.recomputes("layernorm") else self.hidden
         self.gated = 2 if args.swiglu or args.quick_geglu else 1
+        # Fused attention does not save its probabilities.
+        unfused = {args.transformer_impl, self.run.attention_backend} & {"local", "unfused"}
+        saved = bool(unfused) and not self.run.recomputes("core_attn")
+        self.scores = self.bytes_of(args.num_attention_heads * args.seq_length) * saved
         self.keeps_quantized = self.run.fp8 is not None and not self.run.fp8_param_gather
         instances = int(args.num_distributed_optimizer_instances)
         # With hybrid FSDP, groups of ranks that have the same weights share the optimizer's state.
@@ -242,7 +246,7 @@ def _attention(shape: Shape) -> Iterator[Part]:
     # Queries, keys and values behind the rotation, the output, and a gate; before a norm, too.
     columns = 2 * queries + 2 * keys + queries * args.attention_output_gate
     normed = (queries + keys) * args.qk_layernorm
-    saved = shape.norm + shape.bytes_of(columns + normed)
+    saved = shape.norm + shape.bytes_of(columns + normed) + shape.scores
     saved += shape.hidden * bool(args.hidden_dropout)
     yield Part("attention", "attn", split=args.hidden_size * columns, saved=saved)
 
@@ -258,7 +262,7 @@ def _latent_attention(shape: Shape) -> Iterator[Part]:
     up += (low_query or hidden) * heads * query
     compressed = 2 * low_query + 2 * low + args.qk_pos_emb_head_dim
     expanded = 0 if shape.run.recomputes("mla_up_proj") else heads * (2 * query + args.v_head_dim)
-    saved = shape.norm + shape.tokens * compressed * shape.width
+    saved = shape.norm + shape.tokens * compressed * shape.width + shape.scores
     saved += shape.bytes_of(expanded + heads * args.v_head_dim)
     yield Part("attention", "attn", split=up, whole=down, saved=saved)
 
@@ -333,8 +337,7 @@ _OUTSIDE = "outside of torch's allocator"
 class Memory:
     """Numbers of parameters, and bytes on one rank: ``terms`` by phase and name."""
 
-    parameters: tuple[int, int, int]
-    """Of the whole model, of a rank, and of a rank after sharding."""
+    parameters: tuple[int, int, int]  # of the whole model, of a rank, and of a rank after sharding
     terms: Mapping[str, Mapping[str, int]]
 
     def _sum(self, phase: str) -> int:

@@ -34,14 +34,13 @@ from megatron_cg.tools.launch_line import MEGATRONS, LaunchLine, LaunchLineError
 from megatron_cg.upstream.te import UPGRADE
 
 TE_VERSION = "2.20.2"  # the release whose rules apply where Transformer Engine is not installed
-_NEEDS = f"--cg-grouped-gemm cublas needs a newer cuBLASLt on each host: {UPGRADE}"
 _MODELOPT = re.compile(r"--(export|finetune|modelopt)-|--(enable-gpt-oss|qad-train-target)$")
 """Flags that Megatron's scripts have where nvidia-modelopt is installed."""
 VOCABULARY = 131_072  # if only the tokenizer knows it
 _DETERMINISTIC_PACK = 1 << 30
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _OF_BLACKWELL = 150 * 2**30  # memory that no Hopper GPU has
-_HOPPER_ALONE = "graphs hold dropless experts on Hopper GPUs alone"
+_ON_HOPPER = "graphs hold dropless experts on Hopper GPUs alone"
 _BATCH = "give a --global-batch-size that is a multiple of --micro-batch-size x data-parallel ranks"
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
@@ -114,7 +113,7 @@ def settings_of(
             "--cg-grouped-gemm te, and plan the line again"
         )
     if gemm == "cublas" and here.lacks_device_counts:
-        notes.append(_NEEDS)
+        notes.append(f"--cg-grouped-gemm cublas needs a newer cuBLASLt on each host: {UPGRADE}")
     if own := [word for word in unknown if "$" not in word]:
         _check_unknown(own, line)
         by = "ModelOpt's" if is_megatrons else "the script's own"
@@ -127,8 +126,7 @@ def settings_of(
         broken += (Violation("megatron", "Megatron stops", why, remedy),)
     if hint and (broken or any("$" in word for word in unknown)):
         notes.insert(0, hint)
-    against_experts = _HOPPER_ALONE if capability == _BLACKWELL else ""
-    return Settings(args, run, graph, broken, tuple(notes), against_experts)
+    return Settings(args, run, graph, broken, tuple(notes), _ON_HOPPER * (capability == _BLACKWELL))
 
 
 def require_model(line: LaunchLine) -> str:
@@ -157,7 +155,7 @@ def _of_plan(
         if graph.cg_grouped_gemm != "te":
             found = f"--cg-grouped-gemm {graph.cg_grouped_gemm} on Blackwell"
             remedy = "drop --cg-grouped-gemm, and type --cuda-graph-modules attn moe_router"
-            yield Violation("gpu", found, _HOPPER_ALONE, remedy)
+            yield Violation("gpu", found, _ON_HOPPER, remedy)
         return
     mxfp8 = run.fp8 is not None and run.fp8_recipe == "mxfp8"
     if mxfp8 or run.fp4 is not None:
@@ -187,14 +185,13 @@ def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
     """Raise LaunchLineError for flags that Megatron refuses and the script does not add."""
     is_megatrons, source = Path(line.script).name in MEGATRONS, line.source
     of_modelopt = [word for flag in line.flags if _MODELOPT.match(flag.name) for word in flag.words]
-    words = [word for word in words if word not in of_modelopt]
     for flag in line.flags if is_megatrons else ():
         if flag.name not in words and flag.values[1:] and {*flag.values[1:]} <= {*words}:
             text = f"{flag.name} takes fewer values than {' '.join(flag.values)}"
             raise LaunchLineError(f"{text}: quote a value that has spaces")
     for name in [word.partition("=")[0] for word in words if is_megatrons or word[:2] == "--"]:
         near = _nearest(name)
-        if name not in source and (near or is_megatrons):
+        if name not in of_modelopt and name not in source and (near or is_megatrons):
             meant = f": did you mean {near[0]}?" if near else "."
             own = "If the script adds it, leave it out of the planned line"
             text = f"Megatron would refuse {name}, which it does not know{meant} {own}"

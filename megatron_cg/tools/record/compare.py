@@ -123,8 +123,7 @@ class Comparison:
     status: str
     reason: str
     values: tuple[Value, ...] = ()
-    shards: int = 0
-    """Parameter shards compared, over all ranks."""
+    shards: int = 0  # parameter shards compared, over all ranks
     different_shards: tuple[str, ...] = ()
     graphs: Mapping[str, int] = field(default_factory=dict)
     """Captured, replayed and eager counts of the graph run, summed over ranks."""

@@ -46,6 +46,7 @@ MENDED = [
     ("--cuda-graph-modules [attn,mlp]", "--cuda-graph-modules attn mlp", "[attn"),
     ("--cuda-graph-scope=attn,", "--cuda-graph-modules attn", "scope"),
     ("--load $A --my-flag", '--load "$A"', "'$A"),
+    ("--num-experts 8 --moe-layer-recompute", "attn moe_router", "--moe-layer-recompute"),
     (f"{FULL} --hidden-dropout 0.1", "--recompute-granularity selective", "--recompute-method"),
     (f"{FULL} --hidden-dropout 0.0", FULL.partition(" --recompute-m")[0], "selective"),
 ]
@@ -256,6 +257,7 @@ def test_less_memory_means_fewer_scopes_until_nothing_fits(
     if not found.accepted:
         assert "does not fit without graphs either" in said(found)
         return
+    assert ("That is close" in said(found)) is (memory == 12.6)
     assert found.best.line.values("--cuda-graph-modules") == tuple(captured.split())
     assert changes(plan(str(found.best.line), memory)) == []
 

@@ -79,6 +79,17 @@ def test_hybrid_fsdp_shards_the_optimizers_state_over_all_ranks(plan: Plan) -> N
     assert more["weights"] == less["weights"] and more["gradients"] == less["gradients"]
 
 
+def test_attention_that_is_not_fused_saves_its_probabilities(plan: Plan) -> None:
+    def saved(flags: str) -> int:
+        found = plan(f"{PUBLISHED['Llama 3 8B, FSDP, FP8'].line} {flags}", 9999)
+        assert found.best.memory is not None
+        return found.best.memory.terms["graphs' pool"]["saved activations"]
+
+    unfused = "--attention-backend unfused"
+    assert saved(unfused) - saved("") == 32 * 32 * 8192**2 * 2  # layers, heads
+    assert saved(f"{unfused} --recompute-activations") == saved("")
+
+
 RESULTS = Path(__file__).parents[4] / "benchmarks/results"
 
 
