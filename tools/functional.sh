@@ -29,7 +29,7 @@ rest="$folder/test_own_loop.py $folder/test_life.py $folder/test_failures.py $fo
   $folder/test_kernels.py $folder/test_standalone.py"
 nvidia-cuda-mps-control -d
 group align 11 $folder/test_align.py -k "not cublas and not v2" &
-group rest 3 $rest -m "not kills" -k "not cublas and not v2 and not torchtitan" &
+group rest 5 $rest -m "not kills" -k "not cublas and not v2 and not torchtitan" &
 PYTHONPATH=${MEGATRON:-}:$PYTHONPATH group v2 3 $folder -m "not kills" -k v2 &
 LD_PRELOAD=${CUBLAS:-} group cublas 5 $folder/test_align.py $folder/test_faults.py -k cublas &
 PYTHONPATH=$PYTHONPATH:${BRIDGE:-} group bridge 3 $folder/test_bridge.py -m "not kills" &

@@ -34,8 +34,8 @@ from tests.functional.loops import HAS_V2, WITHOUT_V2
 from tests.functional.tampered import MUTATION, SCENARIO
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 240.0
-"""Seconds of a run of two ranks; more ranks start side by side and are given more."""
+TIMEOUT = 420.0
+"""Seconds of a run of two ranks with other tests beside it; more ranks are given more."""
 TAMPERED = Path(__file__).with_name("tampered.py")
 """The example script for a case with a scenario, and for a mutation of the run with graphs."""
 GPUS = 2
@@ -63,14 +63,12 @@ def skip_without(gpus: int) -> None:
         pytest.skip("needs transformer-engine with its PyTorch extension")
 
 
-def torchrun(
-    script: Sequence[str], folder: Path, timeout: float = TIMEOUT, **env: str
-) -> tuple[str, str]:
+def torchrun(script: Sequence[str], folder: Path, **env: str) -> tuple[str, str]:
     """Run a script on two GPUs, with its log in ``folder``; why it failed, or "", and the log."""
     words = "-m torch.distributed.run --standalone --nproc-per-node".split()
     command = [sys.executable, *words, str(GPUS), *script]
     run = Run(folder.name, command, environment(os.environ) | env, folder)
-    return run.make(timeout), run.text()
+    return run.make(TIMEOUT), run.text()
 
 
 @cache

@@ -18,7 +18,7 @@ from megatron_cg.upstream.symbols import installed_version
 from tests.functional.conftest import GPUS, ROOT, skip_without, torchrun
 from tests.functional.test_sft import TOKENS, conversations, tokenizer
 
-VERSION, TIMEOUT = "0.6.2", 300.0
+VERSION = "0.6.2"
 LAYERS, STEPS, WARMUP, MICROBATCHES = 4, 12, 3, 2
 EVERY, ITERATIONS, SAVED, FAILS = 4, 2, 6, 7
 """Steps between evaluations and the iterations of one; steps that end in a checkpoint, an error."""
@@ -142,7 +142,7 @@ def train(run: Run, folder: Path, places: dict[str, Path]) -> Ended:
 
 
 def launch(script: list[str], folder: Path, variables: Mapping[str, str] = {}) -> Ended:
-    failure, log = torchrun(script, folder, TIMEOUT, HF_HUB_OFFLINE="1", **variables)
+    failure, log = torchrun(script, folder, HF_HUB_OFFLINE="1", **variables)
     return Ended(folder, failure, log)
 
 

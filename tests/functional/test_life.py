@@ -12,6 +12,7 @@ from megatron_cg.tools.record.compare import Outcome
 from tests.functional.cases import LIFE, resumed
 from tests.functional.outcomes import assert_failed, assert_identical, assert_trained_alike
 
+MIB = 2**20
 pytestmark = pytest.mark.fault
 Align = Callable[..., Outcome]
 Log = Callable[..., str]
@@ -46,8 +47,10 @@ def test_graphs_deleted_and_captured_again(name: str, align: Align) -> None:
 def test_fifty_captures_leave_no_memory_behind(name: str, align: Align) -> None:
     case = replace(LIFE[name], name=f"{name}-fifty")
     for rank in assert_identical(align(case, mutation="capture-often@50"), 12).values():
-        memory = [*map(tuple, rank["memory"])]  # What is reserved may alternate by a segment.
-        assert len(memory) == 50 and {*memory[4:14]} == {*memory[-10:]}
+        allocated, reserved = map(list, zip(*rank["memory"], strict=True))
+        assert len(allocated) == 50 and {*allocated[4:14]} == {*allocated[-10:]}, allocated
+        # Now and then one segment for small tensors is not empty when it could be given back.
+        assert max(reserved[-23:]) <= max(reserved[4:27]) + 2 * MIB, reserved
 
 
 @pytest.mark.parametrize("name", ["bounded-meta", "bounded-peers"])

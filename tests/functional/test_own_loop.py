@@ -14,7 +14,6 @@ from filelock import FileLock
 from tests.functional.conftest import GPUS, skip_without, torchrun
 from tests.functional.loops import EAGER, GROUPS, MICROBATCHES, STEPS, WARMUP, Group, Run
 
-TIMEOUT = 420.0
 Results = dict[str, dict[str, Any]]
 
 CASES = [
@@ -38,7 +37,7 @@ def results(shared: Path) -> Callable[[Group], list[Results]]:
         with FileLock(directory / "lock"):
             if not (directory / "log.txt").exists():
                 script = ["-m", "tests.functional.own_loop", group.name, str(directory)]
-                torchrun(script, directory, TIMEOUT)
+                torchrun(script, directory)
         return read(group, directory)
 
     return results_of
