@@ -127,19 +127,22 @@ def chosen(only: str | None, line: LaunchLine) -> list[str]:
 
 
 def edited(line: LaunchLine, name: str, *, steps: int) -> LaunchLine:
-    configuration = CONFIGURATIONS[name]
     made = line.kept(lambda flag: flag not in _LEFT_OUT and not _is_of_graphs(flag))
-    if not configuration.fsdp:
+    if not CONFIGURATIONS[name].fsdp:
         made = made.kept(lambda flag: "fsdp" not in flag and flag not in _OF_FSDP)
         made = made.followed_by("--use-distributed-optimizer")
+        split = map(line.values, ("--tensor-model-parallel-size", "--context-parallel-size"))
+        if {*split} - {None, ("1",)}:  # Megatron asks for it on Hopper, and FSDP refuses it.
+            made = made.with_variable("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     elif _is_under_v2(line):
         made = made.kept(lambda flag: flag not in align.FLAGS_OF_V1)
     if name in (GRAPHS, _SAME_GEMM):
         made = made.with_launcher()
     made = made.followed_by(*_graph_flags(line, name))
-    made = made.followed_by("--eval-iters", "0", "--exit-interval", str(steps))
-    made = made.followed_by("--log-interval", "1", "--log-throughput")
-    return made.followed_by("--log-memory-interval", str(steps))
+    made = made.followed_by(
+        "--eval-iters", "0", "--exit-interval", str(steps), "--log-interval", "1"
+    )
+    return made.followed_by("--log-throughput", "--log-memory-interval", str(steps))
 
 
 def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:

@@ -79,7 +79,10 @@ def test_flags_of_fsdp_are_not_for_ddp() -> None:
     flags = f"{FSDP} --ckpt-format fsdp_dtensor --init-model-with-meta-device --bf16".split()
     made = edited(given_line(["torchrun", "train.py", *flags]), "ddp", steps=9)
     kept = f"--bf16 --use-distributed-optimizer {BASE} {DENSE}"
-    assert " ".join(made.words) == f"{kept} {MEASURED}"
+    assert " ".join(made.words) == f"{kept} {MEASURED}" and made.variables == {}
+    split = given_line(["torchrun", "train.py", *flags, "--context-parallel-size", "2"])
+    connections = [edited(split, name, steps=9).variables for name in ("ddp", "graphs")]
+    assert connections == [{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, {}]
 
 
 @pytest.mark.usefixtures("hopper")
