@@ -20,8 +20,7 @@ Note [What an assignment does]
 
 Note [A vote of the hosts]
     After the backward passes, ranks vote whether one of them wants to run them again. The votes are
-    numbers of the hosts. Their sum is computed and read on a stream of its own: on the stream of
-    the passes, reading it waits for all of them.
+    added up and read on a stream of their own: on that of the passes, reading waits for them all.
 """
 
 import sys

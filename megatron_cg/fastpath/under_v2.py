@@ -1,8 +1,5 @@
 """Parts for Megatron-FSDP v2: what it computes anew is kept while graphs live.
 
-v2 does its bookkeeping in Python, for each parameter and several times a step: it lays out buffers
-and cuts them, and copies and casts gradients.
-
 Note [A layout is a value]
     v2 lays out a buffer for the gradients of each group in each microbatch, and for its weights in
     each step. It checks each layout, for which it defines a class (``GlobalLayout.__post_init__``).

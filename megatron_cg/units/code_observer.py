@@ -62,11 +62,7 @@ class Use:
 
 
 class _Write(NamedTuple):
-    """An operation wrote to a tensor.
-
-    Objects of this class, unlike tuples, are no holders for :func:`holder_of`: one unit may write
-    to what another one's pass has made, such as the memory of a stash.
-    """
+    """An operation wrote to a tensor. Unlike a tuple it is no holder for :func:`holder_of`."""
 
     tensor: torch.Tensor
     by: Use
@@ -383,7 +379,7 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     """What holds a tensor on one of these storages, in words; None if no Python object does.
 
     Frames do not count, nor what only frames hold: those are the variables of a backend that runs
-    the passes. Nor do objects of packages that are known.
+    the passes. Nor do objects of packages that are known, such as notes of what another unit wrote.
     """
     keys = {storage._cdata for storage in memory}
     if not keys:

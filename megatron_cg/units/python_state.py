@@ -64,7 +64,7 @@ class PythonState:
     """The state that passes of some modules read; ``modules`` are those of a graph, by path.
 
     Others that passes call are looked at too, but for those ``around`` them. Of ``layer``, which is
-    not in the graph, code of Megatron sets attributes: those count that other code names.
+    not in the graph, code of Megatron sets attributes: those count that users' code may name.
     """
 
     def __init__(
@@ -73,7 +73,12 @@ class PythonState:
         around: Iterable[nn.Module] = (),
         layer: nn.Module | None = None,
     ) -> None:
-        self._of_layer = {} if layer is None else vars(layer)
+        self._of_layer, self._layer = {} if layer is None else vars(layer), type(layer)
+        known = [one for k in type(layer).__mro__ if is_known(k) for one in vars(k).values()]
+        codes = [function.__code__ for one in known for function in held.functions_in(one)]
+        names = {n for code in codes for n in (*code.co_names, *held.texts(code.co_consts))}
+        self._of_known = held.INTERNAL | names
+        """With the names in code of the layer's known classes, such as ``current_microbatch``."""
         self._modules, self._inner = dict(modules), {*map(id, (*modules.values(), *around))}
         self._calls: dict[int, ref[nn.Module]] = {}
         """By id, the modules that were called."""
@@ -249,15 +254,19 @@ class PythonState:
             yield KeySet(vars(tensor), "attribute", attribute(attribute(path, name), ""), named)
 
     def _asks(self, keys: Any, also: Set[str], never: Set[str], name: str) -> bool:
-        """Whether code may ask for a name, or it is one of ``also``; imports add modules."""
-        is_named = name in self.own_names or name in also
-        is_asked = is_named or (self._any_name and name not in held.INTERNAL)
+        """Whether code may ask if a name is there, or it is in ``also``; imports add modules."""
+        is_asked = name in also or self._is_named(name, keys)
         return is_asked and name not in never and not isinstance(keys.get(name), ModuleType)
 
     def _is_read(self, name: str, of: Any = None) -> bool:
-        if of is self._of_layer:
-            return name in self.own_names and name not in held.INTERNAL
-        return (self._any_name or name in self.names) and name not in held.INTERNAL
+        """Whether code may read what is there. Known code may too, of the layer only methods."""
+        is_used = name in self.names and (of is not self._of_layer or hasattr(self._layer, name))
+        return name not in held.INTERNAL and (is_used or self._is_named(name, of))
+
+    def _is_named(self, name: str, of: Any) -> bool:
+        """Whether users' code has a name, or may compute it and no known code of the layer has."""
+        others = self._of_known if of is self._of_layer else held.INTERNAL
+        return name in self.own_names or (self._any_name and name not in others)
 
     def _roots(self) -> Iterator[tuple[Any, Any, str]]:
         for path, module in self._modules.items():

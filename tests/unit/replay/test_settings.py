@@ -42,7 +42,7 @@ Act = Callable[[Any], list[Any]]
 def to(place: str, value: Any) -> Callable[[Any], object]:
     """Sets this attribute of a layer."""
     of, _, name = place.rpartition(".")
-    return lambda layer: setattr(attrgetter(of)(layer), name, value)
+    return lambda layer: setattr(attrgetter(of)(layer) if of else layer, name, value)
 
 
 def method(layer: Any) -> None:
@@ -146,6 +146,26 @@ class Scaled(TransformerLayer):  # type: ignore[misc]
         return super()._forward_mlp(*args, **kwargs) * self.factor
 
 
+class Patched(Scaled):
+    """With a method of its own, and a number under a name that its code computes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kind, self.wide_factor, self.current_microbatch = "wide", 1.0, 0
+        attend(self, 1.0)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._forward_mlp(*args, **kwargs) * getattr(self, f"{self.kind}_factor")
+
+
+def attend(layer: Any, factor: float) -> None:
+    def attention(*args: Any, _own: Any = layer._forward_attention, **kwargs: Any) -> Any:
+        hidden, *others = _own(*args, **kwargs)
+        return hidden * factor, *others
+
+    layer._forward_attention = attention
+
+
 def dispatched(layer: Any) -> None:
     own = layer.mlp.token_dispatcher.dispatch_preprocess
     layer.mlp.token_dispatcher.dispatch_preprocess = lambda x, m, p: own(x, m, p * 0.5)
@@ -183,18 +203,23 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "nothing": (DENSE, lambda _layer: None),
 }
 """The model, and what is changed on each layer before a step, for good."""
-OWN: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
-    "own layer's setting": (DENSE, lambda layer: setattr(layer, "hidden_dropout", 0.5)),
-    "what an own layer reads": (DENSE, lambda layer: setattr(layer, "factor", 2)),
-    "what nothing of an own layer reads": (DENSE, lambda layer: setattr(layer, "began", 1.5)),
+OWN: dict[str, tuple[type, Callable[[Any], object]]] = {
+    "own layer's setting": (Scaled, to("hidden_dropout", 0.5)),
+    "what an own layer reads": (Scaled, to("factor", 2)),
+    "what nothing of an own layer reads": (Scaled, to("began", 1.5)),
+    "what an own layer reads by a computed name": (Patched, to("wide_factor", 2.0)),
+    "an own layer's method, again": (Patched, lambda layer: attend(layer, 0.5)),
+    "what schedules set on own layers": (Patched, to("current_microbatch", 1)),
 }
-"""Of layers that are :class:`Scaled`."""
-UNSEEN = ("bias rate", "none to what counts", "nothing", "what nothing of an own layer reads")
+"""The class of the layers, and what is changed on each."""
+ALL = CHANGES | {name: (DENSE, change) for name, (_, change) in OWN.items()}
+UNSEEN = {"bias rate", "none to what counts", "nothing"}
+UNSEEN |= {"what nothing of an own layer reads", "what schedules set on own layers"}
 """Of them, those that a layer does not read."""
 CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
     **{
         name: (shape, changing(change), {"mismatched": 2 * AFTER * (name not in UNSEEN)})
-        for name, (shape, change) in (CHANGES | OWN).items()
+        for name, (shape, change) in ALL.items()
     },
     "for one pass": (DENSE, scheduled, {"mismatched": 2 * 3}),
     "a method of a class, while it is replaced": (DENSE, of_class, {"replayed": 2 * 2}),
@@ -207,7 +232,7 @@ CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
 def all_cases() -> dict[str, Any]:
     found = dict[str, Any]()
     for name, (shape, act, _) in CASES.items():
-        kind = Scaled if name in OWN else TransformerLayer
+        kind, _ = OWN.get(name, (TransformerLayer, None))
         with patch.object(gpt_layer_specs, "TransformerLayer", kind):
             found[name] = compared(act, CpuModelConfig(**shape))
     return found
