@@ -56,6 +56,8 @@ def same_generators() -> Callable[[], None]:
 
     Graphs draw from these. Who sets a seed or loads random states gives the tracker others. It is
     called between passes: in one, a checkpoint sets the states of an earlier one for some time.
+    A fork of the graph-safe tracker gives it another object with the same state, which torch does
+    not tell from one with a state of its own. So states are set after each pass with a fork.
     """
     own = {n: one for n, one in tracked_states().items() if isinstance(one, torch.Generator)}
 

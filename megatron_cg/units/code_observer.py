@@ -352,8 +352,7 @@ class CodeObserver:
                 )
 
     def _refuse_leftovers(self) -> None:
-        held = holder_of(self._operations.left())
-        if held is not None:
+        if (held := holder_of(self._operations.left())) is not None:
             raise self._error(
                 f"keeps a tensor of its forward pass in {held}",
                 "A replay would not put its own there. Return it.",
@@ -372,9 +371,6 @@ class CodeObserver:
                 )
 
 
-_CONTAINERS = (list, tuple, dict, set)
-
-
 def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     """What holds a tensor on one of these storages, in words; None if no Python object does.
 
@@ -387,12 +383,10 @@ def holder_of(memory: Sequence[torch.UntypedStorage]) -> str | None:
     with nothing_frozen():
         # Each look at all objects takes some 50 ms, so there are few.
         tensors = [one for one in instances(torch.Tensor) if key_of(one) in keys]
-        holders = [
-            one
-            for one in gc.get_referrers(*tensors)
-            if one is not tensors and not isinstance(one, FrameType) and not is_known(one)
-        ]
-        excused = _held_by_frames_or_known([one for one in holders if isinstance(one, _CONTAINERS)])
+        found = (one for one in gc.get_referrers(*tensors) if one is not tensors)
+        holders = [one for one in found if not isinstance(one, FrameType) and not is_known(one)]
+        containers = [one for one in holders if isinstance(one, list | tuple | dict | set)]
+        excused = _held_by_frames_or_known(containers)
     for holder in holders:
         if id(holder) not in excused:
             is_cell = isinstance(holder, CellType)
