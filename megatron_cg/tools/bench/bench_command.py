@@ -139,10 +139,9 @@ def edited(line: LaunchLine, name: str, *, steps: int) -> LaunchLine:
     if name in (GRAPHS, _SAME_GEMM):
         made = made.with_launcher()
     made = made.followed_by(*_graph_flags(line, name))
-    made = made.followed_by(
-        "--eval-iters", "0", "--exit-interval", str(steps), "--log-interval", "1"
-    )
-    return made.followed_by("--log-throughput", "--log-memory-interval", str(steps))
+    made = made.followed_by("--eval-iters", "0", "--exit-interval", str(steps))
+    made = made.followed_by("--log-interval", "1", "--log-throughput")
+    return made.followed_by("--log-memory-interval", str(steps))
 
 
 def _graph_flags(line: LaunchLine, name: str) -> tuple[str, ...]:
