@@ -51,7 +51,7 @@ from megatron_cg.upstream.patch import undone_after
 _CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getitem__.__code__
 _ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
 _ASK, _DUMP = {"getattr", "hasattr"}, {"asdict", "astuple", "model_dump"}
-_BY_TEXT = {*_ASK, *_DUMP, "vars", "dir", "__dict__", "attrgetter"}
+_BY_TEXT = {*_ASK, *_DUMP, "setattr", "vars", "dir", "__dict__", "attrgetter"}
 _COPIED = (list, deque, dict, set, WeakSet, array, bytearray)
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
@@ -87,7 +87,7 @@ class PythonState:
         self.own_names: set[str] = set()
         """Those in code of no library, which may ask whether there is such an attribute."""
         self._any_name = False
-        """Whether code may read attributes by names that it computes."""
+        """Whether code may read or set attributes by names that it computes."""
         self._variables: set[str] = set()
         """The names of environment variables that code reads."""
         self._megatron: dict[str, Any] = {}

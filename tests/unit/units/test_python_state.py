@@ -290,6 +290,11 @@ def counts_on_a_weight(unit: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def sets_computed(unit: Any, y: torch.Tensor) -> torch.Tensor:
+    setattr(unit, f"{unit.training}_gain", object())
+    return y
+
+
 @dataclass
 class Held:
     turns: Any
@@ -304,6 +309,7 @@ MASK = BlockMask.from_kv_blocks(
 ITERATOR = "reads attribute kept, an iterator"
 REFUSED: dict[str, tuple[str, Callable[[Any, Any], Any], Any]] = {
     "set in backward": ("changes norm in its backward pass", sets_in_backward, None),
+    "set under a computed name": ("changes True_gain in its forward pass", sets_computed, None),
     "counter of a weight": (
         *("changes attribute linear.weight.calls in its forward", counts_on_a_weight, None),
     ),
