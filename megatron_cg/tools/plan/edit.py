@@ -247,9 +247,10 @@ def _asks_of_choice(settings: Settings, against: str, best: Tried) -> Iterator[s
             yield f"{text}. Instead: {item.remedy.partition(', or ')[0]}"
     for name, cost in _BOUNDS.items():
         if name in best.reasons and best.line.has(name):
+            full = ". Full recompute takes less memory: docs/performance.md#full-recompute"
             yield (
                 f"{name} makes it fit. Steps in which a rank gets more rows are repeated eagerly. "
-                f"{cost}. Full recompute takes less memory: docs/performance.md#full-recompute"
+                f"{cost}{full * (not run.has_low_precision)}"
             )
 
 
@@ -386,10 +387,11 @@ def _choices(settings: Settings, apart: str, given: LaunchLine) -> Iterator[tupl
             flags |= {_MODULES: (*base, "moe"), _GEMM: (gemm,)}
             yield flags, why
             free = {name: flags[name] for name in flags if name not in _BOUNDS}
-            for name in _BOUNDS if shared else ():
-                # In FP8 a stash leaves what is saved by column, which memory.py does not know.
-                if name == _ROWS or not run.has_low_precision:
-                    yield from (({**free, name: (f,)}, why) for f in ("2", "1.5", "1.25"))
+            # A stash leaves what FP8 saves by column. With fewer rows a new router repeats steps.
+            known = args.load or args.pretrained_checkpoint or args.moe_router_force_load_balancing
+            bounds = [_STASH] * (not run.has_low_precision) + [_ROWS] * bool(known)
+            for name in bounds if shared else ():
+                yield from (({**free, name: (f,)}, why) for f in ("2", "1.5", "1.25"))
     if "moe" in here:
         why = f"experts stay eager: {against or 'they do not fit'}"
         # What was compared with eager training.

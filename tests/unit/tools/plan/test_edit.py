@@ -343,8 +343,11 @@ def test_a_stated_kernel_and_its_exchange_are_kept_where_they_can_be(plan: Plan)
 @pytest.mark.parametrize(("more", "room", "bound"), BOUNDS)
 def test_a_stash_is_tried_before_fewer_rows(more: str, room: int, bound: str, plan: Plan) -> None:
     flags, eight = f"--expert-model-parallel-size 8 {more}", "torchrun --nproc-per-node 8"
-    found = said(plan(preset("qwen3-moe", flags, eight), room))
-    assert f"+ --cg-moe-{bound} " in found and "makes it fit. Steps in which a rank" in found
+    new = said(plan(preset("qwen3-moe", flags, eight), room))
+    trained = said(plan(preset("qwen3-moe", f"{flags} --load checkpoints", eight), room))
+    assert f"+ --cg-moe-{bound} " in trained and "makes it fit. Steps in which a rank" in trained
+    assert ("Full recompute takes less" in trained) is (more != FP8)  # which it does not take
+    assert (f"+ --cg-moe-{bound} " in new) is bound.startswith("stash")
 
 
 def test_with_a_stash_one_layer_at_a_time_has_room_for_any_routing(plan: Plan) -> None:
