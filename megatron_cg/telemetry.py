@@ -55,9 +55,7 @@ def memory() -> dict[str, int] | None:
     if not torch.cuda.is_initialized():
         return None
     stats = torch.cuda.memory_stats()
-    return {
-        f"{kind}_bytes": stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved")
-    }
+    return {one: stats[f"{one}.all.current"] for one in ("allocated_bytes", "reserved_bytes")}
 
 
 def is_first_rank() -> bool:

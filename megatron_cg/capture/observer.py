@@ -364,6 +364,4 @@ def positional_names(forward: Callable[..., Any], count: int, taken: Container[s
     parameters = inspect.signature(forward).parameters.values()
     names = [p.name if p.kind is named else None for p in parameters][:count]
     names += [None] * (count - len(names))
-    return [
-        f"number {n}" if name is None or name in taken else name for n, name in enumerate(names)
-    ]
+    return [f"number {n}" if one is None or one in taken else one for n, one in enumerate(names)]

@@ -277,9 +277,7 @@ def _by_storage(saved: Sequence[_Saved], rows: int, *, flat: bool) -> list[list[
     for one in saved:
         assert one.tensor is not None
         found.setdefault(one.tensor.untyped_storage()._cdata, []).append(one)
-    return [
-        group for group in found.values() if all(_has_rows(one, rows, flat=flat) for one in group)
-    ]
+    return [own for own in found.values() if all(_has_rows(one, rows, flat=flat) for one in own)]
 
 
 def _size(saved: _Saved) -> int:

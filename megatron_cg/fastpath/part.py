@@ -66,9 +66,8 @@ def unknown_bodies(symbols: Iterable[Symbol], fsdp: Any) -> list[str]:
     Does not check functions of modules that are not loaded, or of the other package.
     """
     own = [f"{kind.__module__}." for kind in type(fsdp).__mro__]
-    others = tuple(
-        f"{place}." for place in PLACES if not any(one.startswith(f"{place}.") for one in own)
-    )
+    places = [f"{place}." for place in PLACES]
+    others = tuple(place for place in places if not any(one.startswith(place) for one in own))
     modules = ((symbol, symbol.path.partition(":")[0]) for symbol in symbols)
     here = [one for one, name in modules if name in sys.modules and not name.startswith(others)]
     unknown = [why for symbol in here if (why := symbol.unknown_body()) is not None]

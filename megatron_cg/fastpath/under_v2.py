@@ -236,9 +236,7 @@ class _Hooked:
 
     def __init__(self, groups: Sequence[Any]) -> None:
         trained = [group for group in groups if group.requires_grad]
-        self._modules = {
-            id(weight): _owner(g) for g in trained for weight in unsharded_parameters(g)
-        }
+        self._modules = {id(one): _owner(g) for g in trained for one in unsharded_parameters(g)}
         self._to_come: dict[Any, list[Callable[[], bool]]] = {m: [] for m in self._modules.values()}
         """Of each sharded module: whether gradients of its graphs are still to come in a pass."""
 

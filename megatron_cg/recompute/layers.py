@@ -120,11 +120,8 @@ def recompute_in_layers(model: nn.Module, inputs: ObservedInputs) -> Iterator[pa
     capture, with the ``inputs`` of the steps before, and undo it after the graphs are deleted.
     Raises ConfigurationError; see Note [Lost gradients] and Note [Frozen weights].
     """
-    callers: list[Any] = [
-        caller
-        for caller in model.modules()
-        if isinstance(caller, _CALLERS) and recomputes_layers(caller.config)
-    ]
+    found: Any = (module for module in model.modules() if isinstance(module, _CALLERS))
+    callers = [caller for caller in found if recomputes_layers(caller.config)]
     # Behind the first layer no input lacks a gradient that its own has.
     begins = (c.layers[0] for c in callers if isinstance(c, TransformerBlock) and c.layers)
     if any(inputs.is_never_differentiated(layer, HIDDEN) for layer in begins):

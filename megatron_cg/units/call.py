@@ -334,9 +334,7 @@ class CallSpec:
 
     def by_name(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of a call under their names, but for those that are expanded."""
-        found = (
-            (name, self.marks[name], one) for name, one in zip(self.names, tensors, strict=True)
-        )
+        found = ((n, self.marks[n], one) for n, one in zip(self.names, tensors, strict=True))
         return {n: mark.from_graph(t) for n, mark, t in found if not isinstance(mark, _Expanded)}
 
     def problems(self) -> list[str]:

@@ -289,9 +289,7 @@ class CodeObserver:
         # What known code writes elsewhere is its own affair, such as how many rows it had.
         writes = self._operations.writes
         written = {key_of(tensor): tensor for tensor, by in writes if by.package not in KNOWN}
-        self._writes = [
-            tensor.untyped_storage() for key, tensor in written.items() if key not in reached
-        ]
+        self._writes = [one.untyped_storage() for key, one in written.items() if key not in reached]
 
     def writes(self) -> list[torch.Tensor]:
         """What operations of the last forward pass wrote to that they had not made."""

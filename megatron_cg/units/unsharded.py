@@ -131,10 +131,8 @@ class OtherLeaves:
             places = self._leaves if self._held else self._parameters
             return function.apply(*args[:first], *(places.get(one, one) for one in args[first:]))
 
-        on_these = SimpleNamespace(
-            apply=apply, forward=function.forward, backward=function.backward
-        )
-        return replay.replace(on_these)
+        ours = SimpleNamespace(apply=apply, forward=function.forward, backward=function.backward)
+        return replay.replace(ours)
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:

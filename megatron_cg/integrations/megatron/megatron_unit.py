@@ -404,9 +404,7 @@ class ObservedInputs:
         self.packs = ObservedPacks()
 
     def observe_step(self) -> Undo:
-        return patch.combine_undos(
-            patch.add_observer(layer, self._called) for layer in self._layers
-        )
+        return patch.combine_undos(patch.add_observer(one, self._called) for one in self._layers)
 
     def is_never_given(self, layer: nn.Module, name: str) -> bool:
         """Whether a layer was called with that keyword and its value was always None."""
