@@ -382,9 +382,8 @@ class Objects:
     def __init__(self, entries: Iterable[Entry], key_sets: Iterable[KeySet]) -> None:
         self._entries = tuple(entries)
         # Flat, as unpacking inner tuples would take a third of the time of all comparisons.
-        self._objects = [
-            (n, e.holder, e.key, e.holder.get(e.key)) for n, e in enumerate(self._entries)
-        ]
+        numbered = enumerate(self._entries)
+        self._objects = [(n, e.holder, e.key, e.holder.get(e.key)) for n, e in numbered]
         containers = {n: Contents(v) for n, _, _, v in self._objects if is_container(v)}
         self._contents = {n: one for n, one in containers.items() if one.can_change}
         self._key_sets = list(key_sets)

@@ -42,6 +42,8 @@ _SETTERS = (
     *((owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed")),
     *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")),
 )
+_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default)  # The first of a copy.
+_MATMULS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "mv"))
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ class Operations(CallMode):
         """Other memory that operations of a forward pass got, by its key, and the first of them."""
         self.writes: list[_Write] = []
         """Other memory that operations wrote to."""
+        self.folds = False
+        """Whether a forward pass is another for a matrix that needs no gradient."""
+        self._rows = 0
+        """The last rows that were made of a strided batch, by their ``_cdata``."""
         self._notes_reads = True
         self._saved: dict[int, _Copy] = {}
         self._of_pass: list[_Copy] = []
@@ -143,7 +149,21 @@ class Operations(CallMode):
         for tensor in tensors_in(result):
             if key_of(tensor) not in keys:
                 self._note_made(tensor)
+        if self._notes_reads:
+            self._note_fold(func, given, result)
         return result
+
+    def _note_fold(self, func: Any, given: Sequence[torch.Tensor], result: Any) -> None:
+        """Note rows of a strided batch: ``matmul`` makes them only if its matrix needs a gradient.
+
+        It asks ``should_fold`` of ``LinearAlgebra.cpp`` (torch 2.11).
+        """
+        if func in _VIEWS and result.dim() == 2:
+            sizes, steps = given[0].shape[1:-1], given[0].stride()
+            flat = all(a == b * n for a, b, n in zip(steps, steps[1:], sizes, strict=False))
+            self._rows = 0 if flat and func is not _VIEWS[0] else result._cdata
+        elif func in _MATMULS and self._rows in [one._cdata for one in given]:
+            self.folds |= any(one.requires_grad for one in given)
 
     def _note_made(self, tensor: torch.Tensor) -> None:
         key = key_of(tensor)
@@ -240,6 +260,7 @@ class CodeObserver:
     def conclude(self) -> None:
         """The warmup is over: refuse what has no row, and make the rows."""
         state = self.state
+        state.asks_for_gradients |= self._operations.folds
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())

@@ -3,11 +3,12 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.unit.units import plain
-from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, units
+from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, in_turn, units
 
 
 class Tower(Unit):
@@ -71,3 +72,31 @@ def test_a_result_of_what_is_frozen_later_needs_no_gradient() -> None:
 
     counts = {"replayed": plain.REPLAYED // plain.UNITS, "mismatched": 0}
     assert_as_eager(counts, partial(units, Routed, 1), microbatch, 1, before)
+
+
+class Mixed(nn.Module):
+    """Mixes the rows of each sample by a matrix, and then its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = (nn.Linear(n, n, bias=False) for n in (5, plain.WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.rows(torch.tanh(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.columns(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("name", ["rows", "columns"])
+def test_a_matrix_of_a_strided_batch_that_is_frozen_later_is_multiplied_eagerly(name: str) -> None:
+    """ATen then has another kernel for it."""
+
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        batch = torch.randn(3, 5, plain.WIDTH) + x.sum()
+        return backward(in_turn(run.model, batch).square().mean())
+
+    def before(run: Training) -> None:
+        for unit in run.model:
+            unit.get_parameter(f"{name}.weight").requires_grad_(run.step != plain.STEPS - 2)
+
+    counts = {"replayed": plain.REPLAYED - plain.UNITS, "mismatched": plain.UNITS}
+    assert_as_eager(counts, partial(units, Mixed), microbatch, 1, before)
