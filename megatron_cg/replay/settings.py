@@ -63,7 +63,7 @@ class Switches:
     def __init__(self, names: Sequence[str] = _OTHERS) -> None:
         found = ((one, getattr(torch._C, f"_get_{one.split()[0]}", None)) for one in names)
         self._read = {
-            n: partial(_told, read, *n.split()[1:]) if "32" in n else read
+            n: partial(_precision, read, *n.split()[1:]) if "32" in n else read
             for n, read in found
             if read
         }
@@ -78,7 +78,7 @@ class Switches:
         return self._seen[now]
 
 
-def _told(read: Callable[..., Any], *operation: str) -> Any:
+def _precision(read: Callable[..., Any], *operation: str) -> Any:
     """Its value. torch tells none by its old name that ``fp32_precision`` has set."""
     try:
         return read(*operation)
@@ -107,7 +107,7 @@ def settings_of(units: Iterable[Unit]) -> Objects:
             if (part := own.get(_DISPATCHER)) is not None:
                 reads = partial(hasattr, type(part))
                 key_sets.append(KeySet(vars(part), _CLAUSE, f"dispatcher of {where}: ", reads))
-            entries += _shared(module, seen)
+            entries += _of_class_and_config(module, seen)
     return Objects(entries, key_sets)
 
 
@@ -128,7 +128,7 @@ def _counted(module: nn.Module, *, is_users: bool) -> Iterator[str]:
             yield key
 
 
-def _shared(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
+def _of_class_and_config(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
     """Of the classes of a module and of its config, unless they are in ``seen``."""
     kinds = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     for kind in (*kinds, *type(vars(module).get(_DISPATCHER)).__mro__[:-1]):
