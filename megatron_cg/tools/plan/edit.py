@@ -43,6 +43,7 @@ _BOUNDS = {
     "without experts are faster there: --cuda-graph-modules attn moe_router",
 }
 """Flags that bound rows, and what it costs beside steps that are repeated."""
+_REPEATED = "Steps in which a rank gets more rows are repeated eagerly"
 _LESS = "Less is recomputed, so activations take more memory"
 COSTLY = {
     **dict.fromkeys((_RECOMPUTE, "--recompute-granularity", "--moe-layer-recompute"), _LESS),
@@ -245,13 +246,12 @@ def _asks_of_choice(settings: Settings, against: str, best: Tried) -> Iterator[s
         for item in _against_attention(settings.run):
             text = f"Attention stays eager, because of {item.found}: {item.reason}"
             yield f"{text}. Instead: {item.remedy.partition(', or ')[0]}"
-    for name, cost in _BOUNDS.items():
-        if name in best.reasons and best.line.has(name):
-            full = ". Full recompute takes less memory: docs/performance.md#full-recompute"
-            yield (
-                f"{name} makes it fit. Steps in which a rank gets more rows are repeated eagerly. "
-                f"{cost}{full * (not run.has_low_precision)}"
-            )
+    bounds = [name for name in _BOUNDS if name in best.reasons and best.line.has(name)]
+    for name in bounds:
+        yield f"{name} makes it fit. {_REPEATED}. {_BOUNDS[name]}"
+    is_less = bool(bounds) or "would need" in best.reasons.get(_MODULES, "")
+    if is_less and run.recompute_granularity != "full" and not run.has_low_precision:
+        yield "With full recompute layers need less memory: docs/performance.md#full-recompute"
 
 
 def _against_attention(run: RunArguments) -> tuple[Violation, ...]:
