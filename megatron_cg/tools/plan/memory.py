@@ -75,7 +75,6 @@ class Shape:
         self.scores = self.bytes_of(args.num_attention_heads * args.seq_length) * saved
         self.keeps_quantized = self.run.fp8 is not None and not self.run.fp8_param_gather
         instances = int(args.num_distributed_optimizer_instances)
-        # With hybrid FSDP, groups of ranks that have the same weights share the optimizer's state.
         self.groups = instances if args.outer_dp_sharding_strategy == "optim" else 1
         self.expert_split = int(args.expert_tensor_parallel_size * args.expert_model_parallel_size)
         self.sharing: int = args.data_parallel_size * args.context_parallel_size // instances
@@ -137,7 +136,7 @@ class Shape:
         return dense + experts
 
     def optimized(self, parts: Sequence[Part]) -> int:
-        """Parameters that a rank's optimizer updates."""
+        """Parameters that a rank's optimizer updates: hybrid FSDP shards them over groups, too."""
         shard = self.held(parts, sharded=self.shards_optimizer)
         return -(-shard // self.groups) if self.shards_optimizer else shard
 
@@ -294,7 +293,8 @@ def _moe(shape: Shape) -> Iterator[Part]:
     outputs = shape.hidden + choices
     yield Part("router", "moe_router", whole=hidden * count, saved=choices, outputs=outputs)
     if wide := args.moe_shared_expert_intermediate_size:
-        kept = 0 if run.recomputes("shared_experts") else shape.bytes_of((shape.gated + 1) * wide)
+        recomputed = run.recomputes("shared_experts") or run.recomputes("moe")
+        kept = 0 if recomputed else shape.bytes_of((shape.gated + 1) * wide)
         scope = "moe" if args.moe_shared_expert_overlap else "moe_router"
         size = hidden * wide * (shape.gated + 1)
         yield Part("shared expert", scope, split=size, saved=kept, outputs=shape.hidden)

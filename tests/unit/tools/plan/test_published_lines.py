@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_cg.tools.launch_line import read_line
-from megatron_cg.tools.plan.memory import memory_of
+from megatron_cg.tools.plan.memory import layers_of, memory_of
 from megatron_cg.tools.plan.report import changes
 from megatron_cg.tools.plan.settings import settings_of
 from tests.unit.tools.plan.conftest import Plan, said
@@ -88,6 +88,13 @@ def test_attention_that_is_not_fused_saves_its_probabilities(plan: Plan) -> None
     unfused = "--attention-backend unfused"
     assert saved(unfused) - saved("") == 32 * 32 * 8192**2 * 2  # layers, heads
     assert saved(f"{unfused} --recompute-activations") == saved("")
+
+
+def test_recomputed_layers_of_experts_save_no_shared_expert(plan: Plan) -> None:
+    line = PUBLISHED["DeepSeek-V3, FSDP, HybridEP"].line
+    settings = settings_of(read_line([line]), 1024)
+    saved = {part.name: part.saved for part in layers_of(settings)[-1].parts}
+    assert settings.run.recomputes("moe") and saved["shared expert"] == 0 < saved["attention"]
 
 
 RESULTS = Path(__file__).parents[4] / "benchmarks/results"
