@@ -74,9 +74,8 @@ def refuse_other(settings: Any, weight: torch.Tensor) -> None:
     ``settings`` are its ``non_tensor_args``, ``weight`` is the first one, ``[out, in]``.
     """
     remedy = say("{type:--cg-grouped-gemm te} (FP8: or cublas)")
-    broken = [
-        Violation("grouped-gemm", found, why, remedy) for found, why in _others(settings, weight)
-    ]
+    others = _others(settings, weight)
+    broken = [Violation("grouped-gemm", found, why, remedy) for found, why in others]
     if broken:
         raise ConfigurationError(broken)
 

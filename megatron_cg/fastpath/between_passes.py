@@ -207,9 +207,8 @@ def scale_local_gradients() -> Undo:
             return tensor._local_tensor
         return own(tensor) if isinstance(tensor, DTensor) else tensor
 
-    return combine_undos(
-        (replace_function(*_TO_LOCAL.place(), to_local), run_instead(_SCALES, _scale))
-    )
+    to_local_undo = replace_function(*_TO_LOCAL.place(), to_local)
+    return combine_undos((to_local_undo, run_instead(_SCALES, _scale)))
 
 
 def _scale(

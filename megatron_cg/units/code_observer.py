@@ -98,8 +98,9 @@ class Operations(CallMode):
         """Other memory that operations of a forward pass got, by its key, and the first of them."""
         self.writes: list[_Write] = []
         """Other memory that operations wrote to."""
-        self.folds = False
-        """Whether a forward pass is another for a matrix that needs no gradient."""
+        self.folds = self.attends = False
+        """Whether a forward pass is another for a matrix that needs no gradient, and whether it has
+        called a fused kernel of attention."""
         self._rows = 0
         """The last rows that were made of a strided batch, by their ``_cdata``."""
         self._notes_reads = True
@@ -158,6 +159,7 @@ class Operations(CallMode):
 
         It asks ``should_fold`` of ``LinearAlgebra.cpp`` (torch 2.11).
         """
+        self.attends |= func._schema.name.startswith("aten::_scaled_dot_product")
         if func in _VIEWS and result.dim() == 2:
             sizes, steps = given[0].shape[1:-1], given[0].stride()
             flat = all(a == b * n for a, b, n in zip(steps, steps[1:], sizes, strict=False))
@@ -260,7 +262,9 @@ class CodeObserver:
     def conclude(self) -> None:
         """The warmup is over: refuse what has no row, and make the rows."""
         state = self.state
-        state.asks_for_gradients |= self._operations.folds
+        # Without a fused kernel a mask may need a gradient; if it does not later, there may be one.
+        is_plain = "scaled_dot_product_attention" in state.names and not self._operations.attends
+        state.asks_for_gradients |= self._operations.folds or is_plain
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())

@@ -187,9 +187,7 @@ class Observer:
         for key, tensor in results.items():
             if (id_ := id(tensor)) in unwritten or id_ in shared:
                 call.unwritten[key] = id_ in shared or call.unwritten.get(key, False)
-        call.unwritten.update(
-            (one, True) for one, key, *_ in given.values() if key in shared.values()
-        )
+        call.unwritten.update((n, True) for n, key, *_ in given.values() if key in shared.values())
         return outputs
 
 

@@ -86,9 +86,25 @@ class Mixed(nn.Module):
         return x + self.columns(x.transpose(0, 1)).transpose(0, 1)
 
 
-@pytest.mark.parametrize("name", ["rows", "columns"])
-def test_a_matrix_of_a_strided_batch_that_is_frozen_later_is_multiplied_eagerly(name: str) -> None:
-    """ATen then has another kernel for it."""
+class Masked(nn.Module):
+    """Attends with a mask that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(plain.WIDTH, plain.WIDTH)
+        self.mask = nn.Parameter(torch.randn(1, 2, 5, 5))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        heads = self.project(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        made = nn.functional.scaled_dot_product_attention(heads, heads, heads, self.mask)
+        return x + made.transpose(1, 2).flatten(2)
+
+
+FROZEN = [(Mixed, "rows.weight"), (Mixed, "columns.weight"), (Masked, "mask")]
+
+
+@pytest.mark.parametrize(("kind", "name"), FROZEN)
+def test_what_has_another_kernel_if_it_is_frozen_later_runs_eagerly(kind: Any, name: str) -> None:
 
     def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
         batch = torch.randn(3, 5, plain.WIDTH) + x.sum()
@@ -96,7 +112,7 @@ def test_a_matrix_of_a_strided_batch_that_is_frozen_later_is_multiplied_eagerly(
 
     def before(run: Training) -> None:
         for unit in run.model:
-            unit.get_parameter(f"{name}.weight").requires_grad_(run.step != plain.STEPS - 2)
+            unit.get_parameter(name).requires_grad_(run.step != plain.STEPS - 2)
 
     counts = {"replayed": plain.REPLAYED - plain.UNITS, "mismatched": plain.UNITS}
-    assert_as_eager(counts, partial(units, Mixed), microbatch, 1, before)
+    assert_as_eager(counts, partial(units, kind), microbatch, 1, before)
