@@ -47,9 +47,9 @@ _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, staticmeth
 _OF_MODULES = (type(None), float, str, Enum, *_FUNCTIONS)
 _OF_LOOPS = ("moe_router_bias_update_rate", "mtp_loss_scaling_factor")
 """Fields of a config that are scheduled in training and read behind the layers."""
-_OF_FSDP = ("_training_state", "_phase", "_name")
+OF_FSDP = ("_training_state", "_phase", "_name")
 """What Megatron-FSDP writes into modules, in its versions 1 and 2; version 1 annotates nothing."""
-_OTHER_ROWS = ("forward", "_is_full_backward_hook", *_OF_FSDP, *COPIES)
+_OTHER_ROWS = ("forward", "_is_full_backward_hook", *OF_FSDP, *COPIES)
 _names_of = cache(lambda kind: frozenset(dir(kind)).difference(COPIES))
 _DISPATCHER = "token_dispatcher"  # It is no module, and scopes capture its methods.
 _TE = "transformer_engine."

@@ -44,6 +44,7 @@ from megatron_cg.replay.plain import (
     restore_contents,
     same_value,
 )
+from megatron_cg.replay.settings import OF_FSDP
 from megatron_cg.restore import Restores
 from megatron_cg.units import held
 from megatron_cg.upstream.patch import undone_after
@@ -77,7 +78,7 @@ class PythonState:
         known = [one for k in type(layer).__mro__ if is_known(k) for one in vars(k).values()]
         codes = [function.__code__ for one in known for function in held.functions_in(one)]
         names = {n for code in codes for n in (*code.co_names, *held.texts(code.co_consts))}
-        self._of_known = held.INTERNAL | names
+        self._of_known = held.INTERNAL.union(names, OF_FSDP)
         """With the names in code of the layer's known classes, such as ``current_microbatch``."""
         self._modules, self._inner = dict(modules), {*map(id, (*modules.values(), *around))}
         self._calls: dict[int, ref[nn.Module]] = {}

@@ -210,11 +210,12 @@ OWN: dict[str, tuple[type, Callable[[Any], object]]] = {
     "what an own layer reads by a computed name": (Patched, to("wide_factor", 2.0)),
     "an own layer's method, again": (Patched, lambda layer: attend(layer, 0.5)),
     "what schedules set on own layers": (Patched, to("current_microbatch", 1)),
+    "what Megatron-FSDP sets on own layers": (Patched, to("_phase", 1)),
 }
 """The class of the layers, and what is changed on each."""
 ALL = CHANGES | {name: (DENSE, change) for name, (_, change) in OWN.items()}
-UNSEEN = {"bias rate", "none to what counts", "nothing"}
-UNSEEN |= {"what nothing of an own layer reads", "what schedules set on own layers"}
+UNSEEN = {"bias rate", "none to what counts", "nothing", "what nothing of an own layer reads"}
+UNSEEN |= {"what schedules set on own layers", "what Megatron-FSDP sets on own layers"}
 """Of them, those that a layer does not read."""
 CASES: dict[str, tuple[dict[str, Any], Act, dict[str, int]]] = {
     **{
