@@ -39,7 +39,7 @@ _OTHERS = [
     *(f"cudnn_{name}" for name in ("enabled", "benchmark", "deterministic", "allow_tf32")),
     *("cublas_allow_tf32", "cublas_allow_fp16_accumulation", "float32_matmul_precision"),
     *("sdp_priority_order", "math_sdp_allow_fp16_bf16_reduction", "mkldnn_enabled"),
-    *("blas_preferred_backend", "linalg_preferred_backend"),
+    *("blas_preferred_backend", "linalg_preferred_backend", "sm_carveout_experimental"),
     *(f"fp32_precision_getter cuda {operation}" for operation in ("matmul", "conv", "rnn")),
     *(f"fp32_precision_getter mkldnn {operation}" for operation in ("matmul", "conv")),
 ]

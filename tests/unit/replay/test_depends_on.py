@@ -321,6 +321,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], int, str]] = {
         lambda _: torch._C._set_fp32_precision_setter("cuda", "conv", "ieee"),
         *(2, "was cudnn_allow_tf32=True at capture and is cudnn_allow_tf32=fp32_precision now"),
     ),
+    "switches: SMs": (lambda _: torch._C._set_sm_carveout_experimental(8), 2, "sm_carveout"),
     "switches: SDPA": (
         lambda _: torch.backends.cuda.enable_flash_sdp(False),
         *(2, "the kernels of SDPA was flash_sdp_enabled=True"),
@@ -357,6 +358,7 @@ def restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
         torch.set_default_dtype(torch.float32)
         torch._C._set_fp32_precision_setter("cuda", "conv", "tf32")
+        torch._C._set_sm_carveout_experimental(None)
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
         torch.backends.cuda.enable_flash_sdp(True)
