@@ -265,9 +265,8 @@ class Trainer:
         if any(map(megatron_unit.takes_packs, layers)):
             tokens = self.plan.model.sequence_length
             packs = agreed_packs(self._inputs.packs, agreement, tokens, packed_samples)
-        session = Session(
-            sharding, megatron_unit.units_of(layers, packs), backend, agreement, **options
-        )
+        units = megatron_unit.units_of(layers, packs)
+        session = Session(sharding, units, backend, agreement, **options)
         with ExitStack() as lasting:
             args, kwargs = zip(*(self._samples(layer, packs) for layer in layers), strict=True)
             lasting.callback(megatron_unit.shared_experts_idle, layers)

@@ -113,9 +113,8 @@ def installed(store: Any) -> list[Any]:
                 left.zero_()
             group.main_weight_buffer.data.normal_(generator=torch.Generator().manual_seed(number))
         store.copy_main_weights_to_model_weights()
-        found.append(
-            [group.model_weight_buffer.data.view(torch.uint8).tolist() for group in groups]
-        )
+        made = [group.model_weight_buffer.data.view(torch.uint8) for group in groups]
+        found.append([one.tolist() for one in made])
     return found
 
 
