@@ -137,6 +137,16 @@ def waited_for() -> Iterator[None]:
     torch.cuda.synchronize()
 
 
+def uninitialized(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 ``[nbytes]`` that no kernel has filled.
+
+    With deterministic algorithms ``torch.empty`` fills what it returns
+    (``torch.utils.deterministic.fill_uninitialized_memory``).
+    """
+    storage = torch.UntypedStorage(nbytes, device=device)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
 def stream_kept() -> AbstractContextManager[Any]:
     """Restore the stream: ``torch.cuda.graph`` stays on its own if ending a capture raises.
 

@@ -26,6 +26,13 @@ Note [Sizes]
     The first warmup pass of a capture decides: the factor times the most rows that a rank's layers
     have received in one microbatch of eager training, the most of all ranks. The layers of a model
     are alike, so the first one's bytes of a row are those of all.
+
+Note [Whose memory]
+    Between a step's last backward pass and the next forward pass nothing is kept. So the buffer
+    belongs to the graphs' pool, like their activations, and the optimizer may borrow it: Note
+    [Copies in borrowed memory] in ``optimizer_step.py``. A captured pass makes it in the pool, and
+    it is freed when the capture has ended, for no other capture uses that pool. Warmup passes have
+    a buffer as long as rows are in it. A tape does not own it, so it is kept for a tape.
 """
 
 import logging
@@ -34,12 +41,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_cg.backends.base import uninitialized
 from megatron_cg.experts.slots import refuse_in_graph
 from megatron_cg.upstream.te import fp8_recipe
 
@@ -90,8 +98,8 @@ class Buffer:
 
     def __init__(self, rows: int, width: int, top: torch.Tensor, most: torch.Tensor) -> None:
         self.rows, self.width, self.top, self.most = rows, width, top, most
-        # The last byte takes what is to be written nowhere.
-        self.memory = torch.empty(rows * width + 1, dtype=torch.uint8, device=top.device)
+        # A graph must not fill it. The last byte takes what is to be written nowhere.
+        self.memory = uninitialized(rows * width + 1, top.device)
 
 
 class _Push:
@@ -149,9 +157,11 @@ class Stash:
         """By dispatcher: the most rows that it has received in an eager pass of training."""
         self._expected: Sequence[Any] = ()
         """The dispatchers of the next capture; all that have received rows if empty."""
-        self._buffer: Buffer | None = None
-        self.rows = self.voted = 0
-        """Rows that the last buffer has room for, and those that were voted on."""
+        self.rows = self.voted = self._width = 0
+        """Rows that a buffer has room for, those that were voted on, and bytes of a row."""
+        self._captured: Buffer | None = None
+        """That of the graphs of a capture, until it ends."""
+        self._of_warmup: Callable[[], Buffer | None] = lambda: None
         self._top = self._most = torch.empty(0, device="cpu")
 
     def place(self, most: torch.Tensor) -> None:
@@ -169,16 +179,21 @@ class Stash:
 
     def expect(self, layers: Sequence[Any]) -> None:
         """The next capture is of the dispatchers ``layers``. All ranks make its memory anew."""
-        self._expected, self._buffer = layers, None
+        self._expected, self._width = layers, 0
+        self.forget()
 
     def hold(self) -> Callable[[], None]:
-        """Keep the memory for the graphs that were captured; returns the undo."""
-        held, self._buffer = [self._buffer], None
+        """Keep the memory for the graphs that were captured; returns the undo.
+
+        See Note [Whose memory].
+        """
+        held = [one for one in [self._captured] if one and not one.memory.is_cuda]
+        self.forget()
         return held.clear
 
     def forget(self) -> None:
         """Free the memory of a capture that failed."""
-        self._buffer = None
+        self._captured, self._of_warmup = None, lambda: None
 
     @contextmanager
     def keeping(
@@ -226,10 +241,10 @@ class Stash:
         widths = [_size(one[0]) // rows for one in storages]
         if not widths:
             return
-        if self._buffer is None:
+        if not self._width:
             refuse_in_graph("memory for the rows of dropless experts")
-            self._buffer = self._made(sum(widths), layer)
-        buffer = self._buffer
+            self._choose_size(sum(widths), layer)
+        buffer = self._current_buffer()
         push, before = _Push(buffer, counts), 0
         for one, width in zip(storages, widths, strict=True):
             if before + width > buffer.width:
@@ -245,7 +260,18 @@ class Stash:
                 saved.tensor, saved.kept = None, kept
             before += width
 
-    def _made(self, width: int, layer: Any) -> Buffer:
+    def _current_buffer(self) -> Buffer:
+        in_graph = torch.cuda.is_current_stream_capturing()
+        buffer = self._captured if in_graph else self._of_warmup()
+        if buffer is None:
+            buffer = Buffer(self.rows, self._width, self._top, self._most)
+            if in_graph:
+                self._captured = buffer
+            else:
+                self._of_warmup = ref(buffer)
+        return buffer
+
+    def _choose_size(self, width: int, layer: Any) -> None:
         """A collective call."""
         layers = self._expected or [*self._seen] or [layer]
         most = sum(self._seen.get(one, layer.average) for one in layers)
@@ -253,10 +279,9 @@ class Stash:
         dist.all_reduce(voted, op=dist.ReduceOp.MAX)
         self.voted = int(voted)
         self.rows = math.ceil(self.factor * self.voted / _MULTIPLE) * _MULTIPLE
-        width += -width % _MULTIPLE
-        size = self.rows * width / 2**20
+        self._width = width + -width % _MULTIPLE
+        size = self.rows * self._width / 2**20
         logger.info(f"rows of dropless experts are kept in {size:,.1f} MiB, {self.rows:,} rows")
-        return Buffer(self.rows, width, self._top, self._most)
 
 
 def _unpack(saved: Any) -> torch.Tensor:

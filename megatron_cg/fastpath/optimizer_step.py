@@ -28,9 +28,8 @@ Note [What is borrowed]
     allocates them, as for another graph of the pool, on the capture stream, to which they belong.
     The borrower uses them on the stream that replays the graphs, which orders this use after the
     graphs of one step and before those of the next.
-    No kernel may run on the capture stream, though. With deterministic algorithms ``torch.empty``
-    fills the memory that it returns (``torch.utils.deterministic.fill_uninitialized_memory``), and
-    the fill would race with writes on the other stream. So bare storages are allocated instead.
+    No kernel may run on the capture stream, though: one that fills new memory would race with
+    writes on the other stream. So bare storages are allocated with deterministic algorithms.
     The pool must not grow, since activations could not use the growth. So the first time, a block
     is searched for each piece among the allocator's free blocks, by its own rule (:func:`take`).
     Only pieces with a block are allocated there. If the pool grows anyway, no more is borrowed.
@@ -60,6 +59,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
+from megatron_cg.backends.base import uninitialized
 from megatron_cg.backends.driver import StorageReference
 from megatron_cg.fastpath.part import NotApplicableError, float8_test, known
 from megatron_cg.fsdp.roles import fsdp_class, fsdp_function
@@ -204,9 +204,7 @@ class IdlePool:
         """A tensor that no kernel has filled; see Note [What is borrowed]."""
         if not torch.are_deterministic_algorithms_enabled():
             return torch.empty(shape, dtype=dtype, device=self._device)
-        storage = torch.UntypedStorage(shape.numel() * dtype.itemsize, device=self._device)
-        empty = torch.tensor([], dtype=dtype, device=self._device)
-        return empty.set_(storage, 0, (shape.numel(),), (1,)).view(shape)
+        return uninitialized(shape.numel() * dtype.itemsize, self._device).view(dtype).view(shape)
 
     @contextmanager
     def _allocating(self) -> Iterator[None]:

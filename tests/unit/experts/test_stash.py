@@ -142,6 +142,22 @@ def test_each_capture_makes_its_own_memory_for_its_layers(stash: Stash) -> None:
     undo()
 
 
+def test_graphs_have_a_buffer_of_their_own_and_a_warmup_pass_leaves_none(
+    stash: Stash, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Pass(stash, Layer(), 32).is_right() and stash._of_warmup() is None
+    warmup = Pass(stash, Layer(), 31)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    made = passes(stash, 32, 32)
+    memory = weakref.ref(stash._captured)
+    undo = stash.hold()
+    assert all(one.is_right() for one in [*reversed(made), warmup])
+    del made
+    assert memory() is not None  # No graph on a CPU holds it.
+    undo()
+    assert memory() is None
+
+
 @pytest.mark.parametrize("shape", [(2 * ROWS,), (6, 16)])
 def test_what_is_computed_of_weights_is_no_row(stash: Stash, shape: tuple[int, ...]) -> None:
     experts = WithWeights(*shape)
