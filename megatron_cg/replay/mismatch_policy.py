@@ -188,11 +188,6 @@ class MismatchPolicy:
         self.suffix = ""
         """Says in reports whose unit it is, if several models have graphs."""
         self._reported: set[tuple[str, tuple[str, str]]] = set()
-        self._now: set[str] = set()
-        """The units with a mismatch in this step that another capture could help."""
-        self._in_a_row: dict[str, int] = {}
-        self.steps_in_a_row = 0
-        """In how many steps before this one, without a break, one unit had such a mismatch."""
         self._likewise: dict[tuple[str, str], list[str]] = {}
         """Other units with a mismatch that was reported, to be named together."""
         self._units = units
@@ -207,9 +202,6 @@ class MismatchPolicy:
             text = "megatron_cg: no replay of %s for %s (%s) either."
             logger.warning(text, errors.ranged(units), subject, clause)
         self._likewise.clear()
-        self._in_a_row = {layer: self._in_a_row.get(layer, 0) + 1 for layer in self._now}
-        self.steps_in_a_row = max(self._in_a_row.values(), default=0)
-        self._now.clear()
         self.verifications.begin_step()
         self._settings = self._settings or settings_of(self._units)
         self._asked = len(self._units)
@@ -284,14 +276,12 @@ class MismatchPolicy:
     def _report(self, mismatch: Mismatch, layer: str) -> str:
         self.counters.mismatched += 1
         text = mismatch.text(f"{layer}{self.suffix}")
-        lasts = mismatch.clause not in _NOT_BY_CAPTURE
-        self._now.update([layer] if lasts else ())
         if (layer, mismatch.key) in self._reported:
             return text
         if any(key == mismatch.key for _, key in self._reported):
             self._likewise.setdefault(mismatch.key, []).append(layer)
         else:
-            again = self._policy.again if lasts else ""
+            again = "" if mismatch.clause in _NOT_BY_CAPTURE else self._policy.again
             logger.warning("megatron_cg: no replay of %s Reported once.%s", text, again)
         self._reported.add((layer, mismatch.key))
         return text

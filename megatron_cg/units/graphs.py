@@ -16,12 +16,11 @@ from megatron_cg.arguments.schema import TRUE_OR_FALSE, OnFailure, OnMismatch, T
 from megatron_cg.backends.base import Backend, CaptureRequest
 from megatron_cg.capture.session import GraphController, Session
 from megatron_cg.consensus.exchange import TIMEOUT, Agreement
-from megatron_cg.errors import ConfigurationError, MegatronCGError, Violation, speaking
+from megatron_cg.errors import ConfigurationError, Violation, speaking
 from megatron_cg.integrations import call_arguments
 from megatron_cg.integrations.repeated_step import StepState, train_step
 from megatron_cg.integrations.teardown import graphs_close_in_time
 from megatron_cg.replay.borders import RUN_BACKWARD, users_of
-from megatron_cg.replay.guard import Mismatch
 from megatron_cg.replay.mismatch_policy import Counters, ReplayPolicy
 from megatron_cg.restore import Restores
 from megatron_cg.telemetry import is_first_rank
@@ -31,7 +30,7 @@ from megatron_cg.units.module_unit import ModuleUnit
 from megatron_cg.units.observe import Observer
 from megatron_cg.units.sums import Later
 from megatron_cg.units.unsharded import find_sharding
-from megatron_cg.upstream.patch import combine_undos, run_instead, undone_after
+from megatron_cg.upstream.patch import run_instead, undone_after
 from megatron_cg.upstream.symbols import Symbol
 
 logger = logging.getLogger(__name__)
@@ -62,8 +61,8 @@ _NOT_VERIFIED = Violation(
 )
 _COMPILED = compiled_unit("torch.compile was called on a unit, or on what calls one")
 _AGAIN = (
-    " If it stays so, pass recapture=N to graph_units. Or capture again, on all ranks between two "
-    "steps: graphs.close(), and then graphs = graph_units(model, units)."
+    " If it stays so, capture again, on all ranks between two steps: graphs.close(), and then "
+    "graphs = graph_units(model, units)."
 )
 _SOME_RANKS = (
     "If only some ranks train this model, name them on those: graph_units(..., group=GROUP), with "
@@ -111,8 +110,6 @@ class GraphedUnits:
             eager passes too, so that a unit's own uses of a tensor are summed first. Numbers equal
             those of eager training with these views bit for bit, which is this same call with more
             ``warmup_steps`` than the loop has steps.
-        recapture: N captures again if a unit had a mismatch in each of N steps on any rank, such as
-            after unfreezing, and then after 2 N such steps. 0 means never.
         group: the ranks that train this model together, if those are not all ranks of the default
             process group, such as ``mesh.get_group()``.
 
@@ -138,24 +135,17 @@ class GraphedUnits:
         verify_steps: int = 0,
         fast_path: bool = True,
         separate_inputs: bool = False,
-        recapture: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         given, wanted = call_arguments.settings_in(locals()), call_arguments.several(units)
         broken = [] if wanted else [_NO_UNITS]
         broken += at_least(1).check("warmup_steps", warmup_steps)
-        broken += at_least(0).check("recapture", recapture)
         broken += TRUE_OR_FALSE.check("separate_inputs", separate_inputs)
         broken += call_arguments.check_settings(given, call_arguments.UNITS)
         broken += _PROCESS_GROUP.check("group", group)
         call_arguments.refuse(broken)
         self._warmup_steps, self._on_failure = warmup_steps, on_failure
-        again = "" if recapture else _AGAIN
-        self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps, again=again)
-        self._model, self._wanted, self._recapture = model, wanted, recapture
-        self._separates, self._join = separate_inputs, combine_undos(())
-        self._refuted = dict[str, Mismatch]()
-        self._unfit: MegatronCGError | None = None
+        self._policy = ReplayPolicy(on_mismatch, verify_interval, verify_steps, again=_AGAIN)
         self._later: Later | None = None
         self._begun = 0
         """Steps for the next capture; equal on all ranks."""
@@ -164,12 +154,16 @@ class GraphedUnits:
             self._agreement = Agreement(group=group, remedy=_ALIKE, alone=_SOME_RANKS)
             undo.callback(self._agreement.close)
             given |= {"units": [*map(label_of, wanted)], "warmup_steps": warmup_steps}
-            given |= {"separate_inputs": separate_inputs, "recapture": recapture}
+            given["separate_inputs"] = separate_inputs
             given["backend"] = getattr(backend, "name", backend)
             call_arguments.require_same(self._agreement, "graph_units", given)
             self._backend = call_arguments.backend_of(backend)
-            self._begin()
-            undo.callback(self._forget)
+            self._sharding = find_sharding(model)
+            self._units = find_units(self._sharding, wanted, self._backend.name)
+            self._observer = Observer(self._units, self._sharding)
+            undo.callback(self._observer.forget)
+            for unit in self._units.values() if separate_inputs else ():
+                undo.callback(separate(unit))
             undo.callback(graphs_close_in_time())
             self._controller = GraphController(
                 self._agreement, self._capture, eager_on_failure=on_failure == "eager"
@@ -178,18 +172,6 @@ class GraphedUnits:
             undo.callback(self._controller.release)
             self._undo = undo.pop_all()
 
-    def _begin(self) -> None:
-        """Find the units as the model is now, to be observed from the first step on."""
-        sharding = find_sharding(self._model)
-        units = find_units(sharding, self._wanted, self._backend.name)
-        self._sharding, self._units, self._observer = sharding, units, Observer(units, sharding)
-        self._join()
-        self._join = combine_undos(map(separate, units.values() if self._separates else ()))
-
-    def _forget(self) -> None:
-        self._observer.forget()
-        self._join()
-
     def _all_have_seen_enough(self) -> bool:
         """A vote, since on one rank a step may have raised, or weights need a gradient anew."""
         if self._begun < self._warmup_steps:
@@ -197,31 +179,6 @@ class GraphedUnits:
         is_recent = self._observer.is_recent(first=self._begun == self._warmup_steps)
         enough = self._observer.steps >= self._warmup_steps and is_recent
         return not self._agreement.on_any_rank("steps to observe", not enough, TIMEOUT)
-
-    def _begin_again_if_due(self) -> None:
-        """Release graphs on all ranks if a unit of any of them has changed for good."""
-        session, every = self.session, self._recapture
-        if not every or session is None or (mismatches := session.mismatches).conditions.all_eager:
-            return  # All eager: a verified step has differed.
-        if mismatches.verifications.step % every:
-            return
-        if not mismatches.on_any_rank("recapture", mismatches.steps_in_a_row >= every, TIMEOUT):
-            return
-        if is_first_rank():
-            logger.warning(
-                f"megatron_cg: a unit changed {every} steps ago: units are captured again."
-            )
-        if mismatches.verifications.step <= 3 * every:
-            self._recapture *= 2
-        refuted = mismatches.verifications.refuted.items()
-        self._refuted |= {session.units[number].name: found for number, found in refuted}
-        self._controller.release()
-        self._controller.awaits_capture = True
-        self._observer, self._begun = Observer(self._units, self._sharding), 0
-        try:
-            self._begin()
-        except MegatronCGError as error:
-            self._unfit = error  # Raised by the capture: other ranks come there too.
 
     @property
     def counters(self) -> Counters:
@@ -253,7 +210,6 @@ class GraphedUnits:
             if self._controller.gave_up:
                 self._observer.forget()
             self._controller.begin_step()
-            self._begin_again_if_due()
             session = self.session
             self._awaits_verified = session is not None and session.mismatches.verifies_step
             if self.session is None and self._controller.awaits_capture:
@@ -314,8 +270,6 @@ class GraphedUnits:
 
     @speaking(_VOICE)
     def _capture(self) -> Session:
-        if self._unfit is not None:
-            raise self._unfit
         seen = self._observer.calls
         check_seen(self._units, self._observer)
         device_type = next(iter(seen.values())).autocast["device_type"]
@@ -330,8 +284,6 @@ class GraphedUnits:
             policy=self._policy,
             fast_path=self._fast_path,
         )
-        refuted = {n: self._refuted[u] for n, u in enumerate(seen) if u in self._refuted}
-        session.mismatches.verifications.refuted.update(refuted)
         samples = [tuple(make() for make in call.makers) for call in seen.values()]
         with session.capturing(), torch.autocast(**backward), ExitStack() as stack:
             for unit, own in zip(units, samples, strict=True):

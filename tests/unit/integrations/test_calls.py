@@ -45,7 +45,6 @@ BOTH: list[dict[str, Any]] = [
 WRONG = [
     *((make, given) for make in (units, enable) for given in BOTH),
     (units, {"warmup_steps": 0}),
-    (units, {"recapture": -1}),
     (units, {"separate_inputs": "no"}),
     (enable, {"record": 5}),
     (enable, {"packed_samples": 0}),

@@ -51,7 +51,6 @@ class Program:
     verify_steps: int = 0
     separate: bool = False
     """Whether units take their arguments through views, eagerly too."""
-    recapture: int = 0
 
     def __str__(self) -> str:
         default = Program(self.seed)
@@ -105,7 +104,6 @@ def draw(seed: int, attempt: int = 0) -> Program:
         chance.choice((0, 0, 0, 1, 2)),
         chance.choice((0, 0, 0, 1, 2)),
         chance.random() < 0.5,
-        chance.choice((0, 0, 1, 2)),
     )
 
 

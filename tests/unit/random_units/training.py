@@ -82,7 +82,6 @@ class Run:
             verify_interval=self.program.verify_interval,
             verify_steps=self.program.verify_steps,
             separate_inputs=self.program.separate,
-            recapture=self.program.recapture,
         )
         try:
             self.train()
