@@ -34,9 +34,9 @@ _FIELDS = [field.name for field in dataclasses.fields(schema.RunArguments)]
 _NOT_IN_CONFIGS = (
     *("hybrid_layer_pattern", "hybrid_override_pattern", "encoder_num_layers", "te_rng_tracker"),
     *("spec", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
-    *(*PACKING, "optimizer_cuda_graph"),
+    *(*PACKING, "optimizer_cuda_graph", "optimizer_cpu_offload"),
 )
-"""Flags of megatron.training, and that of an optimizer, which a model may not have."""
+"""Flags of megatron.training, and those of an optimizer, which a model may not have."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

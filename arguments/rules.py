@@ -140,6 +140,14 @@ _OF_FSDP = (
         "{drop:--optimizer-cuda-graph}",
     ),
     Rule(
+        "optimizer-offload",
+        lambda c: c.run.optimizer_cpu_offload,
+        "{flag:--optimizer-cpu-offload} with {flag:--use-megatron-fsdp}",
+        "the optimizer on the CPU (megatron-core 0.19.2) pins a copy of each parameter, and torch "
+        "cannot pin the sharded ones of Megatron-FSDP (DTensor), so eager runs fail too",
+        "{drop:--optimizer-cpu-offload}: Megatron-FSDP shards the optimizer's state over ranks",
+    ),
+    Rule(
         "pipeline-parallel",
         lambda c: c.run.pipeline_model_parallel_size > 1,
         "{flag:--pipeline-model-parallel-size {run.pipeline_model_parallel_size}}",
@@ -286,7 +294,8 @@ _OF_SCOPES = (
         "and dropout",
         "attention advances the random state that dropout reads too. Where it is recomputed, an "
         "eager pass does that twice and a graph, in which Megatron recomputes nothing, once",
-        "{type:--hidden-dropout 0}, or {drop:--recompute-granularity}",
+        "{drop:--recompute-granularity}, or core_attn alone from {flag:--recompute-modules}, which "
+        "saves nothing in graphs; or {type:--hidden-dropout 0}",
     ),
     Rule(
         "recompute-of-mhc",

@@ -234,6 +234,7 @@ class RunArguments:
     cuda_graph_impl: str = "none"  # which implementation of CUDA graphs
     cuda_graph_modules: tuple[str, ...] = ()  # scopes by name; empty is the whole layer
     optimizer_cuda_graph: bool = False  # the optimizer's step is a graph of its own
+    optimizer_cpu_offload: bool = False  # the optimizer's state and step are the CPU's
     megatron_fsdp_version: int = 1  # which Megatron-FSDP; 2 is of megatron-core 0.20
     nccl_ub: bool = False  # its buffers are registered with NCCL
     fsdp_double_buffer: bool = False  # unsharded parameters live in two fixed buffers

@@ -48,6 +48,7 @@ _LESS = "Less is recomputed, so activations take more memory"
 COSTLY = {
     **dict.fromkeys((_RECOMPUTE, "--recompute-granularity", "--moe-layer-recompute"), _LESS),
     "--fp8-param-gather": "Weights stay in BF16, and each GPU keeps FP8 copies of all of them",
+    "--optimizer-cpu-offload": "The optimizer's state stays on the GPUs, which share it",
 }
 """Flags whose change takes memory, and for what; of two with one text the last counts."""
 _ORDER = ("mamba", "attn", "mlp")
@@ -82,6 +83,7 @@ _FIXES = {
     "gradient-accumulation-fusion": "add --no-gradient-accumulation-fusion",
     "expert-parallel-overlap": _OVERLAP,
     "optimizer-graph": "drop --optimizer-cuda-graph",
+    "optimizer-offload": "drop --*optimizer*-offload* --overlap-cpu-optimizer*",
     "pipeline-parallel": _PIPELINE,
     "max-connections": "set CUDA_DEVICE_MAX_CONNECTIONS 8",
     "expandable-segments": "set NCCL_GRAPH_REGISTER 0",

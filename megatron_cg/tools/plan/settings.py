@@ -31,6 +31,7 @@ from megatron_cg.arguments.rules import notices, violations
 from megatron_cg.arguments.schema import BACKENDS, SCOPES, Environment, GraphArguments, RunArguments
 from megatron_cg.errors import Violation
 from megatron_cg.tools.launch_line import MEGATRONS, LaunchLine, LaunchLineError
+from megatron_cg.upstream.symbols import installed_version
 from megatron_cg.upstream.te import UPGRADE
 
 TE_VERSION = "2.20.2"  # the release whose rules apply where Transformer Engine is not installed
@@ -194,8 +195,8 @@ def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
         if name not in of_modelopt and name not in source and (near or is_megatrons):
             meant = f": did you mean {near[0]}?" if near else "."
             own = "If the script adds it, leave it out of the planned line"
-            text = f"Megatron would refuse {name}, which it does not know{meant} {own}"
-            raise LaunchLineError(text)
+            known = f"megatron-core {installed_version('megatron-core')} does not know it"
+            raise LaunchLineError(f"Megatron would refuse {name}: {known}{meant} {own}")
 
 
 def _limits(args: Any) -> Iterator[str]:

@@ -131,6 +131,10 @@ ASKED = {
     f"{STAGES} --overlap-p2p-communication-warmup-flush": ("4 pipeline stages", "--overlap-p2p"),
     "--use-torch-fsdp2 --ckpt-format torch_dist": ("torch's FSDP2 is replaced", "--use-torch"),
     "--cuda-graph-impl local --use-megatron-fsdp": ("local graphs are replaced", "local"),
+    "--optimizer-cpu-offload --use-precision-aware-optimizer --optimizer-offload-fraction 0.5": (
+        "The optimizer's state stays on the GPUs, which share it. --optimizer-cpu-offload with",
+        "-offload",
+    ),
     "": ("DDP is replaced by Megatron-FSDP", "--none"),
 }
 
@@ -222,7 +226,7 @@ def test_what_would_change_the_training_is_refused_with_the_remedy(flags: str, p
         ("--yaml-cfg run.yaml", "on the command line"),
         (
             "--num-expert 8",
-            "would refuse --num-expert, which it does not know: did you mean --num-exp",
+            "would refuse --num-expert: megatron-core 0.19.2 does not know it: did you mean --num",
         ),
         ("--use_megatron_fspd", "did you mean --use-megatron-fsdp?"),
         ("--step-batch-size-schedule 0:16 2B:32", "0:16 2B:32: quote a value that has spaces"),
