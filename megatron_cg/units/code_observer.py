@@ -42,8 +42,6 @@ _SETTERS = (
     *((owner, name) for owner in (torch, torch.random) for name in ("manual_seed", "seed")),
     *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all", "seed", "seed_all")),
 )
-_VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.view.default)  # The first of a copy.
-_MATMULS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "mv"))
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,8 @@ class _Write(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Memory, and what it held before an operation wrote to it."""
-
     memory: torch.Tensor
-    before: torch.Tensor
+    before: torch.Tensor  # what it held before an operation wrote to it
 
 
 _BETWEEN = {"torch", "megatron_cg", *sys.stdlib_module_names}
@@ -98,11 +94,9 @@ class Operations(CallMode):
         """Other memory that operations of a forward pass got, by its key, and the first of them."""
         self.writes: list[_Write] = []
         """Other memory that operations wrote to."""
-        self.folds = self.attends = False
-        """Whether a forward pass is another for a matrix that needs no gradient, and whether it has
-        called a fused kernel of attention."""
-        self._rows = 0
-        """The last rows that were made of a strided batch, by their ``_cdata``."""
+        self.chosen_by_gradients = False
+        """Whether an operation of a forward pass was chosen by what needs a gradient."""
+        self._has_transposed = self._has_folded = False  # See :meth:`_note_choice`.
         self._notes_reads = True
         self._saved: dict[int, _Copy] = {}
         self._of_pass: list[_Copy] = []
@@ -151,21 +145,29 @@ class Operations(CallMode):
             if key_of(tensor) not in keys:
                 self._note_made(tensor)
         if self._notes_reads:
-            self._note_fold(func, given, result)
+            self._note_choice(func, given, result)
         return result
 
-    def _note_fold(self, func: Any, given: Sequence[torch.Tensor], result: Any) -> None:
-        """Note rows of a strided batch: ``matmul`` makes them only if its matrix needs a gradient.
+    def _note_choice(self, func: Any, given: Sequence[torch.Tensor], result: Any) -> None:
+        """Note what torch (2.11) chooses otherwise if a matrix or a mask needs no gradient.
 
-        It asks ``should_fold`` of ``LinearAlgebra.cpp`` (torch 2.11).
+        ``matmul`` folds a batch into rows for a matrix that needs one, else only if that copies
+        nothing and the batch comes first. It transposes one that comes second. Attention with a
+        mask that needs one is not that of cuDNN, and on the CPU it is not fused.
         """
-        self.attends |= func._schema.name.startswith("aten::_scaled_dot_product")
-        if func in _VIEWS and result.dim() == 2:
+        name = func._schema.name.removeprefix("aten::")
+        transposed, folded = self._has_transposed, self._has_folded
+        self._has_transposed = name == "transpose" or (transposed and name == "t")
+        self._has_folded = False
+        if name in ("view", "_unsafe_view") and result.dim() == 2:
             sizes, steps = given[0].shape[1:-1], given[0].stride()
             flat = all(a == b * n for a, b, n in zip(steps, steps[1:], sizes, strict=False))
-            self._rows = 0 if flat and func is not _VIEWS[0] else result._cdata
-        elif func in _MATMULS and self._rows in [one._cdata for one in given]:
-            self.folds |= any(one.requires_grad for one in given)
+            self._has_folded = transposed or not flat or name == "_unsafe_view"
+        elif name in ("mm", "mv"):
+            self.chosen_by_gradients |= folded and given[1].requires_grad
+        elif name.startswith("_scaled_dot_product"):
+            self.chosen_by_gradients |= any(mask.requires_grad for mask in given[3:])
+        self.chosen_by_gradients |= name == "_safe_softmax"  # of attention that is not fused
 
     def _note_made(self, tensor: torch.Tensor) -> None:
         key = key_of(tensor)
@@ -262,9 +264,7 @@ class CodeObserver:
     def conclude(self) -> None:
         """The warmup is over: refuse what has no row, and make the rows."""
         state = self.state
-        # Without a fused kernel a mask may need a gradient; if it does not later, there may be one.
-        is_plain = "scaled_dot_product_attention" in state.names and not self._operations.attends
-        state.asks_for_gradients |= self._operations.folds or is_plain
+        state.asks_for_gradients |= self._operations.chosen_by_gradients
         self._refuse_changes()
         self._refuse_leftovers()
         self.entries = list(state.entries())

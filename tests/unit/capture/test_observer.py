@@ -97,6 +97,17 @@ def test_what_another_unit_has_noted_of_memory_is_no_leftover() -> None:
     assert holder_of(first.left()) is None
 
 
+def test_on_gpus_a_mask_decides_between_fused_kernels_of_attention() -> None:
+    def chosen_by_gradients(*, learned: bool) -> bool:
+        heads, operations = torch.empty(1, 2, 16, 64, device="meta"), Operations(nn.Identity())
+        mask = torch.empty(1, 2, 16, 16, device="meta", requires_grad=learned)
+        with operations:
+            torch.ops.aten._scaled_dot_product_efficient_attention(heads, heads, heads, mask, True)
+        return operations.chosen_by_gradients
+
+    assert chosen_by_gradients(learned=True) and not chosen_by_gradients(learned=False)
+
+
 def reduce() -> None:
     dist.all_reduce(torch.ones(1))
 
