@@ -25,8 +25,9 @@ class Part:
     """A part of a layer, and the ``scope`` that captures it; None if none can.
 
     Numbers of parameters: ``split`` that tensor-parallel ranks share, ``whole`` that each has, and
-    of all ``experts``. Bytes: ``saved`` for the backward pass, and ``outputs`` that a graph which
-    ends behind it hands to the eager part that follows.
+    of all ``experts``. Bytes: ``saved`` for the backward pass, ``recomputed`` that only a graph
+    saves, since Megatron checkpoints nothing in a capture, and ``outputs`` that a graph which ends
+    behind it hands to the eager part that follows.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Part:
     whole: int = 0
     experts: int = 0
     saved: int = 0
+    recomputed: int = 0
     outputs: int = 0
 
 
@@ -71,8 +73,8 @@ class Shape:
         self.gated = 2 if args.swiglu or args.quick_geglu else 1
         # Fused attention does not save its probabilities.
         unfused = {args.transformer_impl, self.run.attention_backend} & {"local", "unfused"}
-        saved = bool(unfused) and not self.run.recomputes("core_attn")
-        self.scores = self.bytes_of(args.num_attention_heads * args.seq_length) * saved
+        scores = self.bytes_of(args.num_attention_heads * args.seq_length) * bool(unfused)
+        self.scores = self.saved(scores, "core_attn")
         self.keeps_quantized = self.run.fp8 is not None and not self.run.fp8_param_gather
         instances = int(args.num_distributed_optimizer_instances)
         self.groups = instances if args.outer_dp_sharding_strategy == "optim" else 1
@@ -90,6 +92,13 @@ class Shape:
     def bytes_of(self, columns: int) -> int:
         """Bytes of an activation with so many columns, which tensor parallelism splits."""
         return self.tokens * columns * self.width // self.tensor
+
+    def saved(self, size: int, *modules: str) -> tuple[int, int]:
+        """What of so many bytes is saved, and what is recomputed with one of these modules."""
+        if not any(map(self.run.recomputes, modules)):
+            return size, 0
+        # In low precision Transformer Engine checkpoints all but attention, also in a capture.
+        return 0, 0 if self.run.has_low_precision and "core_attn" not in modules else size
 
     @property
     def row_bytes(self) -> int:
@@ -182,8 +191,9 @@ class Shape:
             widest = max(widest, self.row_bytes * self.rows * (3 if sends else 1))
             if self.kept_rows != self.rows:
                 # The layer that runs has room for any routing.
-                saved = next(part.saved for part in layer.captured if part.name == "experts")
-                widest += (saved - self.norm) * self.rows // self.kept_rows
+                [experts] = [part for part in layer.captured if part.name == "experts"]
+                saved = experts.saved + experts.recomputed - self.norm
+                widest += saved * self.rows // self.kept_rows
         repeated = _activations(self, layer) if recomputes_layers(self.run) else 0
         return int(self.held(layer.captured) * self.width + widest + repeated)
 
@@ -245,9 +255,11 @@ def _attention(shape: Shape) -> Iterator[Part]:
     # Queries, keys and values behind the rotation, the output, and a gate; before a norm, too.
     columns = 2 * queries + 2 * keys + queries * args.attention_output_gate
     normed = (queries + keys) * args.qk_layernorm
-    saved = shape.norm + shape.bytes_of(columns + normed) + shape.scores
+    saved, again = shape.scores
+    saved += shape.norm + shape.bytes_of(columns + normed)
     saved += shape.hidden * bool(args.hidden_dropout)
-    yield Part("attention", "attn", split=args.hidden_size * columns, saved=saved)
+    split = args.hidden_size * columns
+    yield Part("attention", "attn", split=split, saved=saved, recomputed=again)
 
 
 def _latent_attention(shape: Shape) -> Iterator[Part]:
@@ -261,9 +273,10 @@ def _latent_attention(shape: Shape) -> Iterator[Part]:
     up += (low_query or hidden) * heads * query
     compressed = 2 * low_query + 2 * low + args.qk_pos_emb_head_dim
     expanded = 0 if shape.run.recomputes("mla_up_proj") else heads * (2 * query + args.v_head_dim)
-    saved = shape.norm + shape.tokens * compressed * shape.width + shape.scores
+    saved, again = shape.scores
+    saved += shape.norm + shape.tokens * compressed * shape.width
     saved += shape.bytes_of(expanded + heads * args.v_head_dim)
-    yield Part("attention", "attn", split=up, whole=down, saved=saved)
+    yield Part("attention", "attn", split=up, whole=down, saved=saved, recomputed=again)
 
 
 def _mamba(shape: Shape) -> Iterator[Part]:
@@ -280,10 +293,10 @@ def _mamba(shape: Shape) -> Iterator[Part]:
 
 def _mlp(shape: Shape) -> Iterator[Part]:
     wide = shape.args.ffn_hidden_size
-    saved = 0 if shape.run.recomputes("mlp") else shape.bytes_of((shape.gated + 1) * wide)
+    saved, again = shape.saved(shape.bytes_of((shape.gated + 1) * wide), "mlp")
     saved += shape.norm + shape.hidden * bool(shape.args.hidden_dropout)
     split = shape.args.hidden_size * wide * (shape.gated + 1)
-    yield Part("MLP", "mlp", split=split, saved=saved)
+    yield Part("MLP", "mlp", split=split, saved=saved, recomputed=again)
 
 
 def _moe(shape: Shape) -> Iterator[Part]:
@@ -293,11 +306,11 @@ def _moe(shape: Shape) -> Iterator[Part]:
     outputs = shape.hidden + choices
     yield Part("router", "moe_router", whole=hidden * count, saved=choices, outputs=outputs)
     if wide := args.moe_shared_expert_intermediate_size:
-        recomputed = run.recomputes("shared_experts") or run.recomputes("moe")
-        kept = 0 if recomputed else shape.bytes_of((shape.gated + 1) * wide)
+        columns = (shape.gated + 1) * wide
+        saved, again = shape.saved(shape.bytes_of(columns), "shared_experts", "moe")
         scope = "moe" if args.moe_shared_expert_overlap else "moe_router"
-        size = hidden * wide * (shape.gated + 1)
-        yield Part("shared expert", scope, split=size, saved=kept, outputs=shape.hidden)
+        sizes = {"split": hidden * columns, "saved": saved, "recomputed": again}
+        yield Part("shared expert", scope, **sizes, outputs=shape.hidden)
     inner = args.moe_latent_size or hidden
     # It takes the place of the hidden states among the outputs.
     dispatched = shape.average_rows * shape.row_bytes - shape.hidden
@@ -306,9 +319,10 @@ def _moe(shape: Shape) -> Iterator[Part]:
     latent = 2 * hidden * args.moe_latent_size if args.moe_latent_size else 0
     columns = (shape.gated + (not run.recomputes("moe_act"))) * wide
     columns = inner + columns // args.expert_tensor_parallel_size
-    saved = shape.norm + (0 if run.recomputes("moe") else shape.kept_rows * columns * width)
+    saved, again = shape.saved(shape.kept_rows * columns * width, "moe")
+    saved += shape.norm
     experts = count * inner * wide * (shape.gated + 1)
-    yield Part("experts", "moe", whole=latent, experts=experts, saved=saved)
+    yield Part("experts", "moe", whole=latent, experts=experts, saved=saved, recomputed=again)
 
 
 _KINDS = {
@@ -420,7 +434,7 @@ def _saved(shape: Shape, number: int, layer: Layer) -> int:
     recomputed = number < (shape.args.recompute_num_layers or 0)
     if recomputes_layers(shape.run) and (recomputed or shape.run.recompute_method == "uniform"):
         return 0
-    return _activations(shape, layer)
+    return _activations(shape, layer) + sum(part.recomputed for part in layer.captured)
 
 
 def _activations(shape: Shape, layer: Layer) -> int:

@@ -79,22 +79,31 @@ def test_hybrid_fsdp_shards_the_optimizers_state_over_all_ranks(plan: Plan) -> N
     assert more["weights"] == less["weights"] and more["gradients"] == less["gradients"]
 
 
-def test_attention_that_is_not_fused_saves_its_probabilities(plan: Plan) -> None:
-    def saved(flags: str) -> int:
+def test_a_graph_saves_what_eager_passes_recompute(plan: Plan) -> None:
+    def saved(flags: str) -> tuple[int, int]:
         found = plan(f"{PUBLISHED['Llama 3 8B, FSDP, FP8'].line} {flags}", 9999)
-        assert found.best.memory is not None
-        return found.best.memory.terms["graphs' pool"]["saved activations"]
+        assert found.best.memory is not None and found.eager is not None
+        eager = found.eager.terms["forward and backward passes"]["eager activations"]
+        return found.best.memory.terms["graphs' pool"]["saved activations"], eager
 
-    unfused = "--attention-backend unfused"
-    assert saved(unfused) - saved("") == 32 * 32 * 8192**2 * 2  # layers, heads
-    assert saved(f"{unfused} --recompute-activations") == saved("")
+    unfused, recomputed = "--attention-backend unfused", "--recompute-activations"
+    of_fused, of_unfused, of_both = map(saved, ("", unfused, f"{unfused} {recomputed}"))
+    probabilities = 32 * 32 * 8192**2 * 2  # layers, heads
+    assert of_unfused == tuple(size + probabilities for size in of_fused)
+    assert of_both == (of_unfused[0], of_fused[1])
 
 
-def test_recomputed_layers_of_experts_save_no_shared_expert(plan: Plan) -> None:
-    line = PUBLISHED["DeepSeek-V3, FSDP, HybridEP"].line
+@pytest.mark.parametrize("flags", ["", "--fp8-format hybrid"])
+def test_recomputed_layers_of_experts_save_no_shared_expert(flags: str) -> None:
+    line = f"{PUBLISHED['DeepSeek-V3, FSDP, HybridEP'].line} {flags}"
     settings = settings_of(read_line([line]), 1024)
-    saved = {part.name: part.saved for part in layers_of(settings)[-1].parts}
-    assert settings.run.recomputes("moe") and saved["shared expert"] == 0 < saved["attention"]
+    parts = {part.name: part for part in layers_of(settings)[-1].parts}
+    assert settings.run.recomputes("moe")
+    assert parts["shared expert"].saved == 0 < parts["attention"].saved
+    # The checkpoint of Transformer Engine, which FP8 has, recomputes in a graph, too.
+    assert all(
+        (parts[name].recomputed == 0) is bool(flags) for name in ("shared expert", "experts")
+    )
 
 
 RESULTS = Path(__file__).parents[4] / "benchmarks/results"
