@@ -65,7 +65,7 @@ _RECOMPUTED = Violation(
     "recomputed-attention",
     "recomputed attention with dropout",
     "in a graph it is not recomputed, so dropout would draw other random numbers than eagerly",
-    "drop --recompute-activations and core_attn of --recompute-modules, and plan the line again",
+    "drop --recompute-activations or --recompute-granularity, or core_attn of --recompute-modules",
 )
 _PIPELINE = (
     "drop --*pipeline* --overlap-p2p* --overlap-param-gather-with-optimizer-step "
@@ -360,8 +360,8 @@ _VERBS: dict[str, Callable[..., LaunchLine]] = {
 """What the first word of a fix does."""
 
 
-def _choices(settings: Settings, apart: str, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
-    """Ways to capture, the best first, and why. What the line says comes first."""
+def _choices(settings: Settings, against: str, given: LaunchLine) -> Iterator[tuple[_Choice, str]]:
+    """Ways to capture, first what the line says, then the best, and why."""
     run, args = settings.run, settings.args
     stated = {name: v for name in _CHOSEN if (v := given.values(name)) is not None}
     kept = {_GEMM: stated[_GEMM]} if _GEMM in stated else {}
@@ -377,8 +377,8 @@ def _choices(settings: Settings, apart: str, given: LaunchLine) -> Iterator[tupl
     eager |= {"attn"} if _against_attention(run) else set()
     base = tuple(scope for scope in every if scope not in eager)
     alone = (*base, "moe_router") if "moe" in here else base
-    by_te = stated.get(_GEMM) == ("te",)
-    against = f"{_GEMM} te reads counts on the CPU" if by_te else apart
+    if stated.get(_GEMM) == ("te",):
+        against = f"{_GEMM} te reads counts on the CPU"
     if "moe" in here and run.drops_and_pads:
         yield {**kept, _MODULES: (*base, "moe")}, _WHY
     elif "moe" in here and not against:

@@ -109,15 +109,12 @@ def settings_of(
     if capability == _BLACKWELL:
         notes.append("Blackwell GPUs were not measured: start with megatron-cg align on one host")
     elif gemm != "te":
-        notes.append(
-            f"--cg-grouped-gemm {gemm} needs Hopper GPUs: on others add "
-            "--cg-grouped-gemm te, and plan the line again"
-        )
+        notes.append(f"--cg-grouped-gemm {gemm} needs Hopper GPUs: else plan the line with te")
     if gemm == "cublas" and here.lacks_device_counts:
         notes.append(f"--cg-grouped-gemm cublas needs a newer cuBLASLt on each host: {UPGRADE}")
     if own := [word for word in unknown if "$" not in word]:
         _check_unknown(own, line)
-        by = "ModelOpt's" if is_megatrons else "the script's own"
+        by = "ModelOpt's" if is_megatrons and not line.source else "the script's own"
         notes.append(f"not Megatron's, so taken for {by}: {' '.join(own)}")
     if not is_megatrons and not line.source:
         notes.append(f"{line.script} is not here: it is taken to train the model of its flags")
@@ -155,8 +152,7 @@ def _of_plan(
     if capability == _BLACKWELL:
         if graph.cg_grouped_gemm != "te":
             found = f"--cg-grouped-gemm {graph.cg_grouped_gemm} on Blackwell"
-            remedy = "drop --cg-grouped-gemm, and type --cuda-graph-modules attn moe_router"
-            yield Violation("gpu", found, _ON_HOPPER, remedy)
+            yield Violation("gpu", found, _ON_HOPPER, "drop it, and plan the line again")
         return
     mxfp8 = run.fp8 is not None and run.fp8_recipe == "mxfp8"
     if mxfp8 or run.fp4 is not None:
@@ -185,18 +181,19 @@ def _nearest(name: str) -> list[str]:
 def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
     """Raise LaunchLineError for flags that Megatron refuses and the script does not add."""
     is_megatrons, source = Path(line.script).name in MEGATRONS, line.source
-    of_modelopt = [word for flag in line.flags if _MODELOPT.match(flag.name) for word in flag.words]
+    added = [f for f in line.flags if f.name and (_MODELOPT.match(f.name) or f.name in source)]
+    own = [word for flag in added for word in flag.words]
     for flag in line.flags if is_megatrons else ():
         if flag.name not in words and flag.values[1:] and {*flag.values[1:]} <= {*words}:
             text = f"{flag.name} takes fewer values than {' '.join(flag.values)}"
             raise LaunchLineError(f"{text}: quote a value that has spaces")
-    for name in [word.partition("=")[0] for word in words if is_megatrons or word[:2] == "--"]:
-        near = _nearest(name)
-        if name not in of_modelopt and name not in source and (near or is_megatrons):
+    for word in [word for word in words if word not in own and (is_megatrons or word[:2] == "--")]:
+        near = _nearest(word)
+        if near or is_megatrons:
             meant = f": did you mean {near[0]}?" if near else "."
-            own = "If the script adds it, leave it out of the planned line"
             known = f"megatron-core {installed_version('megatron-core')} does not know it"
-            raise LaunchLineError(f"Megatron would refuse {name}: {known}{meant} {own}")
+            instead = "If the script adds it, leave it out of the planned line"
+            raise LaunchLineError(f"Megatron would refuse {word}: {known}{meant} {instead}")
 
 
 def _limits(args: Any) -> Iterator[str]:
@@ -229,11 +226,12 @@ def _megatrons_error(args: Any, gpu: AbstractContextManager[None]) -> str | None
 
 def _check_experts(args: Any) -> None:
     """What Megatron finds only when it makes process groups and the model."""
-    ranks = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    if args.world_size % ranks:
+    parts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    parts *= args.num_distributed_optimizer_instances
+    if args.world_size % parts:
         raise ValueError(
             f"{args.world_size} GPUs are not divisible by --expert-model-parallel-size x "
-            f"--expert-tensor-parallel-size ({ranks})"
+            f"--expert-tensor-parallel-size x --num-distributed-optimizer-instances ({parts})"
         )
     frequency = args.moe_layer_freq
     if args.num_experts and isinstance(frequency, list) and len(frequency) != args.num_layers:

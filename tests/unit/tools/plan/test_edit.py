@@ -156,7 +156,7 @@ def test_what_the_user_may_have_chosen_is_asked_about_first(flags: str, plan: Pl
         ("--sft --attention-backend flash", "type --attention-backend fused"),
         ("--dataloader-inter-document-masking --context-parallel-size 2", "--context-parallel-s"),
         ("--log-max-attention-logit", "drop --qk-clip --log-max-attention-logit"),
-        ("--recompute-activations --attention-dropout 0.1", "drop --recompute-activations"),
+        (f"{SELECTIVE} core_attn --attention-dropout 0.1", "activations or --recompute-gran"),
     ],
 )
 def test_attention_that_stays_eager_is_said_with_its_reason(
@@ -200,6 +200,7 @@ REFUSED = {
     "--num-attention-heads 7": ("megatron", "requires --hidden-size % --num-attention-heads == 0"),
     "--num-experts 4 --moe-layer-freq [1]*3 --moe-grouped-gemm": ("megatron", "each of 8 layers"),
     "--num-experts 9 --expert-model-parallel-size 3": ("megatron", "2 GPUs are not divisible"),
+    "--num-distributed-optimizer-instances 3": ("megatron", "2 GPUs are not divisible"),
     "--micro-batch-size 3 --global-batch-size 8": ("megatron", "give a --global-batch-size"),
     "--fp8-format e4m3 --fp8-recipe mxfp8": ("gpu", "type --fp8-recipe blockwise, or plan a"),
     "--num-experts 4 --hybrid-layer-pattern M*-M*-M-": ("own-layers", "pattern that has no E"),
@@ -239,10 +240,11 @@ def test_flags_that_cannot_be_read_are_an_error(flags: str, words: str, plan: Pl
 
 
 def test_a_script_may_add_flags_unless_it_is_megatrons(plan: Plan, tmp_path: Path) -> None:
-    script, line = tmp_path / "train.py", preset("llama", "--num-expert 1")
-    script.write_text("parser.add_argument('--num-expert')")
-    assert "script's own: --num-expert 1" in said(plan(line.replace("train.py", str(script))))
-    exported = "--export-model-type GPTModel --enable-gpt-oss"
+    line = preset("llama", "--num-expert 1")
+    for script in (tmp_path / "train.py", tmp_path / "pretrain_gpt.py"):
+        script.write_text("parser.add_argument('--num-expert')")
+        assert "script's own: --num-expert 1" in said(plan(line.replace("train.py", str(script))))
+    exported = "--export-model-type GPTModel --enable-gpt-oss --finetune-hf-dataset a=b"
     of_modelopt = plan(preset("llama", exported).replace("train.py", "pretrain_gpt.py"))
     assert of_modelopt.accepted and f"ModelOpt's: {exported}" in said(of_modelopt)
     with pytest.raises(LaunchLineError, match="would refuse --my-flag"):
