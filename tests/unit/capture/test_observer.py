@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from megatron_cg import graph_units
 from megatron_cg.capture.observer import PassObserver, collectives_so_far
 from megatron_cg.errors import CaptureError
-from megatron_cg.experts.stash import Buffer
 from megatron_cg.replay.guard import Addresses, Watched
 from megatron_cg.replay.unit import Unit
 from megatron_cg.units.code_observer import Operations, holder_of
@@ -87,12 +86,12 @@ def test_what_holds_a_tensor_is_found_beside_gradients_without_memory(one_rank: 
 
 
 def test_what_another_unit_has_noted_of_memory_is_no_leftover() -> None:
-    first, second, counter = Operations(nn.Identity()), Operations(nn.Identity()), torch.zeros(1)
+    first, second = Operations(nn.Identity()), Operations(nn.Identity())
     with first:
-        stash = Buffer(2, 3, counter, counter)
+        stash = Watched(torch.zeros(7), "rows", "")
     second.begin(forward=True)
     with second:
-        stash.memory.zero_()
+        stash.tensor.zero_()
     assert len(first.left()) == len(second.writes) == len(second._saved) == 1
     assert holder_of(first.left()) is None
 
