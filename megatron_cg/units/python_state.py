@@ -53,6 +53,7 @@ _CALL, _READS_VARIABLE = nn.Module._call_impl.__code__, type(os.environ).__getit
 _ASK_LEVEL = {"isEnabledFor", "getEffectiveLevel", "level"}
 _ASK, _DUMP = {"getattr", "hasattr"}, {"asdict", "astuple", "model_dump"}
 _BY_TEXT = {*_ASK, *_DUMP, "setattr", "vars", "dir", "__dict__", "attrgetter"}
+_BY_TEXT |= {"__getattribute__", "__setattr__"}
 _COPIED = (list, deque, dict, set, WeakSet, array, bytearray)
 _CALLED, _FROM_ENVIRONMENT = {"forward", "__call__"}, {"environ", "getenv"}
 _MOST = 20_000
@@ -456,7 +457,7 @@ class PythonState:
         self.own_names.update(code.co_names, held.texts(code.co_consts))
         instructions = list(get_instructions(code))
         is_matched = any(one.opname == "MATCH_CLASS" and one.arg for one in instructions)
-        asks = not _BY_TEXT.isdisjoint(code.co_names)
+        asks = not (_BY_TEXT - {code.co_name}).isdisjoint(code.co_names)  # Some hand a name on.
         self._any_name |= is_matched or asks
         self._imports.update(held.imported_by(code, str(names.get("__package__"))))
         by_text = held.texts(code.co_consts) if "globals" in code.co_names else ()

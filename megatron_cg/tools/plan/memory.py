@@ -258,8 +258,7 @@ def _attention(shape: Shape) -> Iterator[Part]:
     saved, again = shape.scores
     saved += shape.norm + shape.bytes_of(columns + normed)
     saved += shape.hidden * bool(args.hidden_dropout)
-    split = args.hidden_size * columns
-    yield Part("attention", "attn", split=split, saved=saved, recomputed=again)
+    yield Part("attention", "attn", split=args.hidden_size * columns, saved=saved, recomputed=again)
 
 
 def _latent_attention(shape: Shape) -> Iterator[Part]:

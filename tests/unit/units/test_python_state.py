@@ -295,6 +295,11 @@ def sets_computed(unit: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def sets_past_setattr(unit: Any, y: torch.Tensor) -> torch.Tensor:
+    object.__setattr__(unit, f"{unit.training}_gain", object())
+    return y
+
+
 @dataclass
 class Held:
     turns: Any
@@ -310,6 +315,7 @@ ITERATOR = "reads attribute kept, an iterator"
 REFUSED: dict[str, tuple[str, Callable[[Any, Any], Any], Any]] = {
     "set in backward": ("changes norm in its backward pass", sets_in_backward, None),
     "set under a computed name": ("changes True_gain in its forward pass", sets_computed, None),
+    "set past setattr": ("changes True_gain in its forward pass", sets_past_setattr, None),
     "counter of a weight": (
         *("changes attribute linear.weight.calls in its forward", counts_on_a_weight, None),
     ),
@@ -377,6 +383,10 @@ def computed(unit: Any, y: Any) -> Any:
     return y * getattr(unit.kept, f"{unit.training}_gain", 1.0)
 
 
+def past_getattr(unit: Any, y: Any) -> Any:
+    return y * object.__getattribute__(unit.kept, f"{unit.training}_gain")
+
+
 def convolved(unit: Any, y: Any) -> Any:
     return unit.kept(y[:, None])[:, 0]
 
@@ -395,6 +405,7 @@ ELSEWHERE: dict[str, tuple[type[Does], Any, Callable[[], Any], str, Any]] = {
     "by a getter": (Does, lambda unit, y: y * height(unit.kept), Placed, "height", 0.5),
     "inlined": (Inlined, by_place, Placed, "height", 0.5),
     "computed": (Does, computed, Plain, "True_gain", 0.5),
+    "past getattr": (Does, past_getattr, lambda: SimpleNamespace(True_gain=1.0), "True_gain", 0.5),
     "computed, of a module": (Does, computed, nn.Identity, "True_gain", 0.5),
     "all": (Does, lambda unit, y: y * len(dir(unit.kept)), nn.Identity, "gain", 0.5),
     "of torch": (Does, convolved, partial(nn.Conv1d, 1, 1, 1), "_conv_forward", lambda x, *_: x),
@@ -416,6 +427,24 @@ def test_attributes_that_code_reads_without_a_name_or_a_call_have_rows(name: str
                 setattr(unit.kept or sys.modules[__name__], place, value)
 
     assert_as_eager(CHANGED, partial(units, lambda: kind(what, make())), train, 1, change)
+
+
+class Config:
+    """Hands names on, as the configurations of transformers do."""
+
+    gain, unread = 0.5, 0
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+def test_code_that_hands_names_on_reads_no_others() -> None:
+    def change(run: Training) -> None:
+        for unit in run.model:
+            unit.kept.unread = run.step
+
+    reads = partial(units, lambda: Does(lambda unit, y: y * unit.kept.gain, Config()))
+    assert_as_eager({"replayed": plain.REPLAYED, "mismatched": 0}, reads, train, 1, change)
 
 
 def test_a_container_in_itself_has_its_leaves() -> None:
