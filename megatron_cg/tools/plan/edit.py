@@ -5,6 +5,7 @@ of the training. For the rest, scopes are tried in an order: the best first.
 """
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,6 +73,7 @@ _PIPELINE = (
     "--defer-embedding-wgrad-compute --wgrad-deferral-limit"
 )
 _FUSED = "as in the measured runs; a run to compare with needs it too, as last bits may differ"
+_UNEVEN = "layers of all sizes share two buffers; else each of a rarer size has buffers of its own"
 _OVERLAP = "drop --overlap-moe-expert-parallel-comm --delay-wgrad-compute"
 _SELECTIVE = (
     "drop --recompute-method --recompute-num-layers; add --recompute-granularity selective; "
@@ -273,8 +275,7 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
         yield "launch", "Megatron alone captures no layers under Megatron-FSDP"
     if not run.use_megatron_fsdp:
         add = "add --use-megatron-fsdp; add --data-parallel-sharding-strategy optim_grads_params"
-        yield "drop --use-torch-fsdp2", "Megatron-FSDP replaces it"
-        yield add, "graphs of this package are captured under Megatron-FSDP"
+        yield f"drop --use-torch-fsdp2; {add}", "graphs are captured under Megatron-FSDP"
     yield "add --overlap-grad-reduce; add --overlap-param-gather", "as in the measured runs"
     if run.is_moe and not args.moe_permute_fusion:
         yield "add --moe-permute-fusion", _FUSED
@@ -284,8 +285,7 @@ def _needs(settings: Settings, given: LaunchLine, gpus: Gpus) -> Iterator[tuple[
     yield "add --te-rng-tracker", "graphs turn it on; a run to compare with needs it too"
     masks, resets = args.create_attention_mask_in_dataloader, args.reset_attention_mask
     if args.sft and (resets or args.reset_position_ids):
-        drop = "drop --reset-attention-mask --reset-position-ids"
-        yield drop, "--sft begins anew with each sample: with these flags its data loader stops"
+        yield "drop --reset-*", "--sft begins anew with each sample: its data loader stops at these"
     if args.sft and masks:
         yield f"add {_MASK}", "--sft makes no masks: without this flag its data loader stops"
     elif masks and not (resets or run.packs_sequences):
@@ -310,11 +310,16 @@ class _Editor:
             else:
                 trial.change(f"drop {name}", "it is not about what is captured now")
         settings = trial.fixed()
-        tried = Tried(trial.line, settings, trial.reasons)
         if settings.broken:
-            return tried
+            return Tried(trial.line, settings, trial.reasons)
         layers = layers_of(settings)
-        return replace(tried, layers=layers, memory=memory_of(settings, layers))
+        args = Namespace(**vars(settings.args) | {"megatron_fsdp_max_pool_double_buffer": True})
+        pooled = replace(settings, args=args)
+        memory, less = (memory_of(one, layers) for one in (settings, pooled))
+        if less.total < memory.total and not settings.run.fp8_param_gather:
+            trial.change("add --megatron-fsdp-max-pool-double-buffer", _UNEVEN)
+            settings, memory = pooled, less
+        return Tried(trial.line, settings, trial.reasons, layers, memory)
 
     def fixed(self) -> Settings:
         """Fix what the tables can, until nothing changes; the settings of what came of it."""
@@ -323,8 +328,8 @@ class _Editor:
             for violation in settings.broken:
                 fixes = _FIXES.get(violation.rule, "").format(kernel=settings.run.one_kernel)
                 if violation.rule == "megatron" and self.line == before:
-                    reason = violation.reason
-                    fixes = next((_MEGATRONS[p] for p in _MEGATRONS if re.search(p, reason)), "")
+                    found = (f for p, f in _MEGATRONS.items() if re.search(p, violation.reason))
+                    fixes = next(found, "")
                 self.change(fixes, f"{violation.found}: {violation.reason}")
             if self.line == before:
                 break

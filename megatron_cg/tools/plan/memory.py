@@ -165,21 +165,22 @@ class Shape:
     def buffers(self, layers: Sequence[Layer], ends: Part) -> int:
         """Bytes of unsharded weights and gradients.
 
-        Two buffers are for the units of the most frequent size, and with
+        All units share two of the largest size; or those of the most frequent size do, and with
         ``--fsdp-db-use-persist-buf-on-alloc-fail`` each other has its own.
         """
         sizes = Counter(self._gathered(layer.parts) for layer in layers)
         common, count = sizes.most_common(1)[0]
-        others = sum(size * count for size, count in sizes.items()) - common * count
-        if self.args.megatron_fsdp_max_pool_double_buffer:
-            common, others = max(sizes), 0
+        others = sum(sum(size) * count for size, count in sizes.items()) - sum(common) * count
+        if self.args.megatron_fsdp_max_pool_double_buffer and self.shards_weights:
+            common, others = tuple(map(max, zip(*sizes, strict=True))), 0
         width = self.width * self.shards_weights
         width += self.gradient_width * self.shards_gradients
-        return int((2 * common + others + self._gathered([ends])) * width)
+        return int((2 * sum(common) + others + sum(self._gathered([ends]))) * width)
 
-    def _gathered(self, parts: Sequence[Part]) -> int:
+    def _gathered(self, parts: Sequence[Part]) -> tuple[int, ...]:
+        """The parameters of a unit's two buffers, the smaller first."""
         dense, experts = self._counts(parts)
-        return dense * (self.sharing > 1) + experts * (self.sharing_experts > 1)
+        return (*sorted((dense * (self.sharing > 1), experts * (self.sharing_experts > 1))),)
 
     def workspace(self, layer: Layer) -> int:
         """Bytes of a layer's weight gradients, and of the widest activations of its backward."""
@@ -212,10 +213,10 @@ def layers_of(settings: Settings) -> tuple[Layer, ...]:
         attention = "+" if args.multi_latent_attention else "*"
         available = available_scopes(known) or ()
         kinds = [attention + ("E" if "moe" in scopes else "-") for scopes in available]
-    decoder = []
-    for number, kind in enumerate(kinds):
-        scopes = selection.scopes(number, run.cuda_graph_modules)
-        decoder.append(_layer(shape, f"{number}", kind, scopes))
+    decoder = [
+        _layer(shape, f"{number}", kind, selection.scopes(number, run.cuda_graph_modules))
+        for number, kind in enumerate(kinds)
+    ]
     return (*decoder, *_mtp_layers(shape, kinds[-1]))
 
 
@@ -337,8 +338,7 @@ MIB = 2**20
 _MISCELLANEOUS = 136 * MIB  # workspaces of cuBLAS and TE, and small buffers
 _CONTEXT, _EXPERT_GROUPS = 3_400 * MIB, 2_300 * MIB
 """Outside torch's allocator: CUDA's context and NCCL; more NCCL with expert-parallel groups."""
-_FRAGMENTED = 1.02
-_POOL_FRAGMENTED = 1.05
+_FRAGMENTED, _POOL_FRAGMENTED = 1.02, 1.05
 _LENT = 0.65  # the part of the graphs' pool in which gradient copies find room
 
 _ALWAYS, _POOL = "in every phase", "graphs' pool"
@@ -355,11 +355,6 @@ class Memory:
 
     def _sum(self, phase: str) -> int:
         return sum(self.terms[phase].values())
-
-    @property
-    def allocated(self) -> int:
-        """The peak of ``torch.cuda.max_memory_allocated``, which does not count a pool's blocks."""
-        return self._sum(_ALWAYS) + max(self._sum(_STEP), self._sum(_PASSES))
 
     @property
     def reserved(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_cg.tools.launch_line import read_line
-from megatron_cg.tools.plan.memory import layers_of, memory_of
+from megatron_cg.tools.plan.memory import Memory, layers_of, memory_of
 from megatron_cg.tools.plan.report import changes
 from megatron_cg.tools.plan.settings import settings_of
 from tests.unit.tools.plan.conftest import Plan, said
@@ -125,6 +125,12 @@ def recorded_in_fp8() -> dict[str, dict[str, Any]]:
     return {run["captured"]: run for run in runs if "--fp8-format" in run["command"]}
 
 
+def allocated(memory: Memory) -> int:
+    """The peak of ``torch.cuda.max_memory_allocated``, which does not count a pool's blocks."""
+    always, _, passes, step, _ = (sum(terms.values()) for terms in memory.terms.values())
+    return always + max(step, passes)
+
+
 RUNS = recorded()
 assert len(RUNS) > 10
 
@@ -136,7 +142,7 @@ def test_memory_is_within_a_tenth_of_a_recorded_run(name: str) -> None:
     settings = settings_of(read_line(run["command"]), run["key"]["nproc"])
     assert "megatron" not in {violation.rule for violation in settings.broken}
     planned = memory_of(settings)
-    assert planned.allocated == pytest.approx(memory["peak_allocated"], rel=0.03)
+    assert allocated(planned) == pytest.approx(memory["peak_allocated"], rel=0.03)
     assert planned.reserved == pytest.approx(memory["peak_reserved"], rel=0.1)
     assert planned.total == pytest.approx(memory["device_in_use"], rel=0.1)
 
@@ -145,5 +151,5 @@ def test_memory_is_within_a_tenth_of_a_recorded_run(name: str) -> None:
 def test_memory_in_fp8_is_that_of_a_recorded_run(captured: str) -> None:
     run = recorded_in_fp8()[captured]
     planned = memory_of(settings_of(read_line(run["command"]), 2))
-    assert planned.allocated / 2**20 == pytest.approx(run["allocated_mib"], rel=0.01)
+    assert allocated(planned) / 2**20 == pytest.approx(run["allocated_mib"], rel=0.01)
     assert planned.reserved / 2**20 == pytest.approx(run["reserved_mib"], rel=0.1)
