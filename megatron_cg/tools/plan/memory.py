@@ -341,9 +341,8 @@ _CONTEXT, _EXPERT_GROUPS = 3_400 * MIB, 2_300 * MIB
 _FRAGMENTED, _POOL_FRAGMENTED = 1.02, 1.05
 _LENT = 0.65  # the part of the graphs' pool in which gradient copies find room
 
-_ALWAYS, _POOL = "in every phase", "graphs' pool"
-_PASSES, _STEP = "forward and backward passes", "optimizer step"
-_OUTSIDE = "outside of torch's allocator"
+_ALWAYS, _POOL, _STEP = "in every phase", "graphs' pool", "optimizer step"
+_PASSES, _OUTSIDE = "forward and backward passes", "outside of torch's allocator"
 
 
 @dataclass(frozen=True)
@@ -425,24 +424,25 @@ def _vocabulary(args: Any) -> int:
 
 def _saved(shape: Shape, number: int, layer: Layer) -> int:
     """What the forward graph of a layer keeps; recompute of the whole layer keeps nothing."""
-    recomputed = number < (shape.args.recompute_num_layers or 0)
-    if recomputes_layers(shape.run) and (recomputed or shape.run.recompute_method == "uniform"):
-        return 0
-    return _activations(shape, layer) + sum(part.recomputed for part in layer.captured)
+    uniform = shape.run.recompute_method == "uniform"
+    recomputed = uniform or number < (shape.args.recompute_num_layers or 0)
+    return 0 if recomputes_layers(shape.run) and recomputed else _activations(shape, layer)
 
 
 def _activations(shape: Shape, layer: Layer) -> int:
-    saved = sum(part.saved for part in layer.captured)
+    saved = sum(part.saved + part.recomputed for part in layer.captured)
     saved += shape.hidden * (layer.holds("attention") and layer.holds("MLP", "experts"))
     return saved + shape.hidden * (layer.holds("token dispatch") and not layer.holds("experts"))
 
 
 def _eager_activations(shape: Shape, layers: Sequence[Layer]) -> int:
-    rest = [part for layer in layers for part in layer.parts if part not in layer.captured]
-    saved = [part.saved for part in rest if part.saved]
-    kept = max(saved, default=0) if recomputes_layers(shape.run) else sum(saved)
-    # An eager layer keeps its input, and what joins its two halves.
-    kept += shape.hidden * len(saved)
+    kept = largest = 0
+    for number, layer in enumerate(layers):
+        rest = [replace(part, recomputed=0) for part in layer.parts if part not in layer.captured]
+        eager = replace(layer, captured=tuple(rest))
+        kept += _saved(shape, number, eager) + shape.hidden * bool(rest)  # and its input
+        largest = max(largest, _activations(shape, eager))
+    kept += largest * recomputes_layers(shape.run)
     if shape.graph.cg_moe_rows is not None or shape.graph.cg_moe_stash is not None:
         # A step that is repeated runs eagerly, beside the graphs' pool.
         kept += sum(_activations(shape, layer) for layer in layers)

@@ -279,6 +279,16 @@ def test_without_graphs_a_line_keeps_its_own_recompute(plan: Plan) -> None:
     assert "Weights stay in BF16, and each GPU keeps FP8 copies" in said(blockwise)
 
 
+def test_without_graphs_layers_that_are_not_recomputed_keep_their_activations(plan: Plan) -> None:
+    def kept(layers: int) -> int:
+        block = f"{FULL.replace('uniform', 'block')[:-1]}{layers}"
+        eager = plan(preset("llama", f"{block} --hidden-dropout 0")).eager
+        assert eager is not None
+        return eager.terms["forward and backward passes"]["eager activations"]
+
+    assert kept(2) > kept(6) > 0 and kept(2) + kept(6) == 2 * kept(4)
+
+
 def test_what_keeps_experts_out_of_graphs_is_asked_about(plan: Plan) -> None:
     flex = said(plan(preset("qwen3-moe", "--moe-token-dispatcher-type flex").replace(GROUPED, "")))
     assert f"Add {GROUPED} --moe-token-dispatcher-type alltoall to capture whole" in flex
