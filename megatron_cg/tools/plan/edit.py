@@ -191,7 +191,7 @@ def edit(given: LaunchLine, room: int, gpus: int | None = None) -> Edited:
     eager, reasons = None, dict(best.reasons)
     if starts:  # with the recompute of the given line, which some graphs cannot have
         of_line = replace(settings.run, cuda_graph_impl="none")
-        eager = memory_of(replace(starts[0].settings, run=of_line))
+        eager = memory_of(replace(best.settings, run=of_line))
     for name in _CHOSEN:
         bounds = name in _BOUNDS and best.line.has(name)
         if not bounds and best.line.values(name) != tried[0].line.values(name):

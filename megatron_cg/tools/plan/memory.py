@@ -424,8 +424,8 @@ def _vocabulary(args: Any) -> int:
 
 def _saved(shape: Shape, number: int, layer: Layer) -> int:
     """What the forward graph of a layer keeps; recompute of the whole layer keeps nothing."""
-    uniform = shape.run.recompute_method == "uniform"
-    recomputed = uniform or number < (shape.args.recompute_num_layers or 0)
+    first = shape.args.recompute_num_layers  # None if plan dropped it
+    recomputed = shape.run.recompute_method == "uniform" or first is None or number < first
     return 0 if recomputes_layers(shape.run) and recomputed else _activations(shape, layer)
 
 

@@ -21,7 +21,7 @@ _USABLE = 0.99  # the part of a card's nominal memory that a process can have: 7
 _MORE = "That is close: recorded runs needed up to 6% more, with unbalanced experts up to 33%."
 _SMALLER = (
     "It does not fit without graphs either: use more GPUs, more tensor or expert parallelism, a "
-    "shorter --seq-length, a smaller --micro-batch-size, or full recompute: docs/performance.md."
+    "smaller --seq-length or --micro-batch-size, or more recompute: docs/performance.md."
 )
 
 

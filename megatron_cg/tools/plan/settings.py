@@ -197,8 +197,8 @@ def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
 
 
 def _limits(args: Any) -> Iterator[str]:
-    if args.fp4 or (args.fp8 and args.fp8_param_gather):
-        yield "memory is counted as for BF16: no run in FP4 or with FP8 weights was recorded"
+    if args.fp4 or args.fp8:
+        yield "activations, and FP8 or FP4 weights, are counted as in BF16: the run may need less"
     if args.use_checkpoint_args:
         yield "--use-checkpoint-args: the checkpoint is not read, only the flags are"
     layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json

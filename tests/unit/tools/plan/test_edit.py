@@ -111,7 +111,8 @@ def test_quantized_experts_are_in_graphs_by_cublas(
         best = plan(line + stated).best.settings
         assert best.run.cuda_graph_modules == ("attn", "moe")
         assert best.graph.cg_grouped_gemm == "cublas"
-        assert "cublas needs a newer cuBLASLt" in " ".join(best.notes)
+        assert "cublas needs a newer cuBLASLt" in (notes := " ".join(best.notes))
+        assert "activations, and FP8 or FP4 weights, are counted as in BF16" in notes
     monkeypatch.setattr(schema, "lacks_device_counts", lambda: "")
     assert "cuBLASLt" not in " ".join(plan(line).best.settings.notes)
 
@@ -277,13 +278,14 @@ def test_without_graphs_a_line_keeps_its_own_recompute(plan: Plan) -> None:
     assert "without these changes and without graphs it fits" in said(dropped)
     blockwise = plan(preset("llama", "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"))
     assert "Weights stay in BF16, and each GPU keeps FP8 copies" in said(blockwise)
+    shared = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
+    found = plan(preset("qwen3-moe", shared, "torchrun --nproc-per-node 8"), 16)
+    assert found.eager == plan(str(found.best.line), 16).eager
 
 
 def test_without_graphs_layers_that_are_not_recomputed_keep_their_activations(plan: Plan) -> None:
-    def kept(layers: int) -> int:
-        block = f"{FULL.replace('uniform', 'block')[:-1]}{layers}"
-        eager = plan(preset("llama", f"{block} --hidden-dropout 0")).eager
-        assert eager is not None
+    def kept(layers: int) -> Any:
+        eager: Any = plan(preset("llama", f"{FULL.replace('uniform', 'block')[:-1]}{layers}")).eager
         return eager.terms["forward and backward passes"]["eager activations"]
 
     assert kept(2) > kept(6) > 0 and kept(2) + kept(6) == 2 * kept(4)
