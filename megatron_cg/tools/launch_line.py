@@ -37,20 +37,17 @@ _NO_SCRIPT = (
 )
 MEGATRONS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py")
 """Scripts of Megatron that train GPT models, and add no flags but those of ModelOpt."""
-_OTHERS = {
-    "graph_units.md#ways-of-sharding": r"--deepspeed|--zero-stage|--ds[-_]",
-    "graph_units.md#a-loop-on-megatron-core": r"\bverl\b|\bslime\b|\bactor_rollout_ref\.|"
-    r"main_(ppo|dapo)|run_grpo|nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-|"
-    r"\bnemo llm\b|\bmegatron (sft|pt|rlhf)\b",
-    "clients.md#torchtitan": r"torchtitan|run_train\.sh|--(job|training|parallelism)\.",
-    "clients.md#megatron-bridge": r"megatron[-_./]bridge|run_recipe|run_script|setup_experiment|"
-    r"--recipe\b|\s(model|ddp|dist|train)\.\w+=",
-    "clients.md#transformers": r"\b(transformers|trl|swift)\b|axolotl|llamafactory|--model_name|"
-    r"run_(clm|mlm|sft|dpo)",
-    "graph_units.md#ten-lines": r"automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
+_OTHERS = re.compile(
+    r"--deepspeed|--zero-stage|--ds[-_]|\bverl\b|\bslime\b|\bactor_rollout_ref\.|main_(ppo|dapo)|"
+    r"run_grpo|nemo_rl|openrlhf|train_rl|--perform-rl-step|--rollout-|--actor-num-|\bnemo llm\b|"
+    r"\bmegatron (sft|pt|rlhf)\b|torchtitan|run_train\.sh|--(job|training|parallelism)\.|"
+    r"megatron[-_./]bridge|run_recipe|run_script|setup_experiment|--recipe\b|"
+    r"\s(model|ddp|dist|train)\.\w+=|\b(transformers|trl|swift)\b|axolotl|llamafactory|"
+    r"--model_name|run_(clm|mlm|sft|dpo)|automodel|pretrain_(bert|t5|vlm|ict|retro|vision|mimo)|"
     r"/(bert|t5|retro|multimodal|mimo)/|(inference|generat\w*|server)\w*\.py",
-}
-"""By page and section of docs/: what scripts, modules and flags are called that it serves."""
+    re.IGNORECASE,
+)
+"""What scripts, modules and flags of other trainings are called."""
 
 
 class LaunchLineError(MegatronCGError):
@@ -216,10 +213,9 @@ def _from_text(text: str) -> LaunchLine:
 
 
 def _check_known(text: str) -> None:
-    for section, pattern in _OTHERS.items():
-        if found := re.search(pattern, text, re.IGNORECASE):
-            text = f"{found[0].strip(' =')}: only lines of Megatron's GPT training can be read"
-            raise LaunchLineError(f"{text}; for others see docs/{section}")
+    if found := _OTHERS.search(text):
+        text = f"{found[0].strip(' =')}: only lines of Megatron's GPT training can be read"
+        raise LaunchLineError(f"{text}; for others see docs/graph_units.md and docs/clients.md")
 
 
 def read_flags(words: Sequence[str]) -> tuple[Flag, ...]:

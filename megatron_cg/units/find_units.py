@@ -3,9 +3,7 @@
 Relied on: ``fuse_wgrad_accumulation`` of TE 2.20.2's modules.
 """
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -175,10 +173,6 @@ def _no_such_unit(
     reason = f"the model has no such module; it has {shown}"
     remedy = "give names as in model.module.named_modules(), the modules themselves, or their class"
     label = label_of(item)
-    patterns = [re.sub(r"\b\d+\b", "*", name) for name in known]
-    name_of_class = getattr(item, "__name__", label)
-    if not matches and (near := get_close_matches(name_of_class, [*known, *patterns], 1)):
-        remedy = f'type "{near[0]}"'
     for module, name in names.items():
         if module in matches and _is_container(module):
             reason = f"{name} is a {type(module).__name__}, which has no forward pass"

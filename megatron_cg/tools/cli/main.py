@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import io
 import logging
 import os
 import signal
@@ -136,8 +135,6 @@ COMMANDS = {command.__name__: command for command in _MODULES}
 
 
 def invoke(command: str, args: argparse.Namespace, extra: Sequence[str]) -> int:
-    if command in ("doctor", "plan") and sys.stderr and sys.stderr.isatty():
-        print("importing torch and Megatron, which takes some seconds", file=sys.stderr)
     module = importlib.import_module(f"megatron_cg.tools.{_MODULES[COMMANDS[command]]}")
     return int(module.invoke(args, extra))
 
@@ -162,9 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Print every result, even if stdout cannot encode some characters.
-        sys.stdout.reconfigure(errors="replace")
     # Words after a bare "--" are for Megatron, whatever they look like.
     cut = words.index("--") if "--" in words else len(words)
     args, extra = _parsed(words[:cut]), words[cut + 1 :]

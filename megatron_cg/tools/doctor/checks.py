@@ -79,7 +79,6 @@ INSTALL = {
 _NO_GPU = "megatron-cg align --backend tape  # needs no GPU"
 _SECOND = "two copies in one process keep two states, and a call may reach either"
 _SECOND_CUDNN = "with an older cuDNN, TE silently takes unfused attention: slow, other bits"
-_CUDNN = ("CUDNN_HOME", "CUDNN_PATH")
 _SHOWN = ("CUBLAS", "CUDA_", "CUDNN_", "LD_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_")
 
 
@@ -117,8 +116,6 @@ def driver(system: System) -> Iterator[Finding]:
         remedy = "unset CUDA_VISIBLE_DEVICES" if where else "nvidia-smi"
         found = f"torch finds no GPU{where}: {seen['error']}"
         yield error(found, "graphs are captured on a GPU", f"{remedy}  # or {_NO_GPU}")
-    for text in seen.get("said", ()):
-        yield warning(text, "torch says so when it takes the GPUs", INSTALL["torch"])
     for (name, *capability), count in Counter(map(tuple, seen.get("gpus", ()))).items():
         found = f"{count} x {name} (sm_{capability[0]}{capability[1]})"
         if capability < [8, 0]:
@@ -187,12 +184,8 @@ def variables(system: System) -> Iterator[Finding]:
     for rule in (rules.expandable_segments, rules.max_connections):
         yield from map(_of_violation, rule(Configuration(environment=environment)))
     for name, value in env.items():
-        why = ""
         if name.endswith("ALLOC_CONF") and "cudaMallocAsync" in value:
             why = "graphs need torch's own allocator: their pools, and the cleanup of captures"
-        if name in _CUDNN and not any(Path(value or "?").rglob("libcudnn.so*")):
-            why = "there is no libcudnn.so, so TE silently looks in the next place"
-        if why:
             yield warning(f"{name}={value}", why, f"unset {name}")
     yield ok(", ".join(f"{n}={env[n]}" for n in sorted(env) if n.startswith(_SHOWN)) or "none set")
 
@@ -332,15 +325,12 @@ def look_at_driver() -> dict[str, Any]:
     from torch import cuda
 
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            cuda.init()
+        cuda.init()
     except Exception as error:
         return {"error": str(error)}
     indices = range(cuda.device_count())
     return {
         "error": None,
-        "said": [" ".join(str(warning.message).split()) for warning in said],
         "gpus": [(cuda.get_device_name(n), *cuda.get_device_capability(n)) for n in indices],
     }
 

@@ -167,7 +167,7 @@ def compare(eager: Run, graphed: Run) -> Comparison:
     first = next((value for value in values if not value.same), None)
     reason = ""
     if first is not None:
-        reason = _describe(first, different) + _before_capture(first, eager, graphed)
+        reason = _describe(first, different)
     elif counts.get("steps_differed"):
         reason = "a verified step has other numbers with graphs than eagerly; the log names them"
     elif different:
@@ -260,17 +260,4 @@ def _describe(first: Value, different: tuple[str, ...]) -> str:
     return (
         f"first difference at step {first.step}, rank {first.rank}, {first.name}: {eager} in "
         f"{_LABELS[0]}, {graphed} in {_LABELS[1]}{tensor}"
-    )
-
-
-def _before_capture(first: Value, eager: Run, graphed: Run) -> str:
-    """Explains a difference in a step that was eager in both runs."""
-    made = (capture for capture in graphed[first.rank]["captures"] if not capture["error"])
-    captured = next((int(capture["after_step"]) for capture in made), None)
-    if captured is None or first.step > captured or eager[first.rank]["captures"]:
-        return ""
-    return (
-        f". The graphs were captured after step {captured}, so both runs were still eager: the "
-        "training itself is not deterministic here, or the runs had other settings. Align again, "
-        "and if it stays, look for what --deterministic-mode does not cover"
     )

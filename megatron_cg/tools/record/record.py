@@ -107,9 +107,6 @@ RELIES_ON = (
     *fsdp_class("DataParallelBuffer", "get_item", "is_data_distributed"),
 )
 
-_VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "MAMBA_")
-"""How the environment variables begin that affect CUDA, NCCL, TE and the allocator."""
-
 
 @combined_undo
 def install_recorder(directory: str | Path, loop: LoopName = "megatron") -> Iterator[Undo]:
@@ -143,7 +140,6 @@ class Recorder:
             | {"megatron-cg": __version__},
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             command=list(sys.argv),
-            environment={n: os.environ[n] for n in sorted(os.environ) if n.startswith(_VARIABLES)},
         )
 
     def begin(self) -> None:
@@ -200,13 +196,11 @@ class Recorder:
         self._add(steps=[step])
 
     def finish(self, model: list[Any]) -> None:
-        """Record the parameter shards of every model chunk and the peak memory."""
+        """Record the parameter shards of every model chunk."""
         for index, chunk in enumerate(model):
             prefix = "" if len(model) == 1 else f"{index}:"
             found = parameter_digests(chunk).items()
             self._add(parameters={f"{prefix}{name}": digest for name, digest in found})
-        if torch.cuda.is_available():
-            self._add(peak_allocated_bytes=torch.cuda.max_memory_allocated())
         self._has_begun = True
         self._add(finished=True)
 
