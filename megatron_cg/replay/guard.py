@@ -60,7 +60,8 @@ RELIES_ON = tuple(
 
 _RAW = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv")
 """Where TE 2.20.2 keeps the memory of a quantized tensor; its own address has no meaning."""
-_FIELDS = ("shape", "dtype", "stride", "device", "requires_grad")
+_NEEDS = "requires_grad"
+_FIELDS = ("shape", "dtype", "stride", "device", _NEEDS)
 """Properties of a tensor that must be equal, by the name of the clause."""
 
 NOT_INPUTS = frozenset({"is_first_microbatch", "cuda_graph_stream", "cuda_graph_event"})
@@ -275,6 +276,8 @@ class Addresses:
             if not is_quantized(item.tensor):
                 rows += [(item.tensor.stride, "layout", item), (item.tensor.size, "layout", item)]
                 rows.append((partial(getattr, item.tensor, "dtype"), "dtype", item))
+                if not isinstance(item.tensor, nn.Parameter):  # They have other rows.
+                    rows.append((partial(getattr, item.tensor, _NEEDS), _NEEDS, item))
         self._rows = rows
         reads = [read for read, _, _ in rows]
         self._read = {True: reads, False: reads[: len(self._watched)]}
@@ -292,6 +295,8 @@ class Addresses:
         (_, part, item), *values = next(pair for pair in pairs if pair[1] != pair[2])
         subject = f"the {part} of {item.name} in the {'forward' if forward else 'backward'} pass"
         was, is_now = map(_hex if part == "memory" else str, values)
+        if part == _NEEDS:
+            return _mismatch("frozen", f"{part} of {item.name}", was, is_now)
         return Mismatch("address", subject, was, is_now, item.cause)
 
 

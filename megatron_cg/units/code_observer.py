@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 
 from megatron_cg.backends.calls import CallMode, place_of, tensors_in, written
 from megatron_cg.backends.driver import StorageReference
@@ -283,6 +284,8 @@ class CodeObserver:
             self.entries.append(Entry(default, self._device_type, "state", what))
         if "scaled_dot_product_attention" in state.names:
             self.entries.append(Entry(Switches(SDPA), "", "switches", "the kernels of SDPA"))
+        if (cached := "_cache_enabled") in state.names:  # Weights are then computed once.
+            self.entries.append(Entry(vars(parametrize), cached, "state", "parametrize.cached"))
         held: dict[int | None, list[Watched]] = {}
         for row in self.entries:
             for leaf in leaves_held(row.holder.get(row.key)):

@@ -1,15 +1,18 @@
 """What a replay returns lies in memory as after an eager pass: strides, views, buffers."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.unit.units import plain
-from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, in_turn, units
+from tests.unit.units.plain import Training, Unit, assert_as_eager, backward, in_turn, train, units
 
 
 class Tower(Unit):
@@ -115,3 +118,31 @@ def test_what_has_another_kernel_if_it_is_frozen_later_runs_eagerly(name: str) -
 
     counts = {"replayed": plain.REPLAYED - plain.UNITS, "mismatched": plain.UNITS}
     assert_as_eager(counts, partial(units, partial(Frozen, name)), microbatch, 1, before)
+
+
+class Warm(Unit):
+    """Reads a buffer and another tensor, and computes its matrix from two weights, twice."""
+
+    heat: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.linear)
+        self.register_buffer("heat", torch.full((plain.WIDTH,), 0.9))
+        self.more = torch.full((plain.WIDTH,), 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x) * self.heat) + self.more
+
+
+@pytest.mark.parametrize("name", ["heat", "more", ""])
+def test_other_tensors_that_are_trained_later_and_cached_weights_run_eagerly(name: str) -> None:
+    def microbatch(run: Training, x: torch.Tensor) -> torch.Tensor:
+        is_last = run.step == plain.STEPS - 1
+        held = [getattr(unit, name).requires_grad_(is_last) for unit in run.model if name]
+        with parametrize.cached() if is_last and not name else nullcontext():
+            loss = train(run, x).detach()
+        return torch.cat([loss.view(1), *(one.grad for one in held if is_last)])
+
+    counts = {"replayed": plain.REPLAYED - plain.UNITS, "mismatched": plain.UNITS}
+    assert_as_eager(counts, partial(units, Warm), microbatch)
