@@ -69,7 +69,7 @@ from megatron_cg.replay.borders import laid_out, spec_of
 from megatron_cg.replay.guard import Guard, Hooks, Inputs, autocast_of
 from megatron_cg.replay.guarded_graph import GuardedGraph, InFlight, ReplayFunction
 from megatron_cg.replay.mismatch_policy import MismatchPolicy
-from megatron_cg.replay.unit import Unit
+from megatron_cg.replay.unit import Unit, moe_metrics
 from megatron_cg.restore import Restores, values_kept
 from megatron_cg.upstream.patch import Undo, combined_undo, set_attribute, undone_after
 
@@ -163,6 +163,8 @@ class GuardedCapture:
                 named = [(f"buffer {name} {label}", one) for name, one in buffers.items()]
                 stack.enter_context(values_kept(named))
                 stack.restore(f"buffers {label}", module._buffers.update, buffers)
+            metrics = moe_metrics().items()  # Those of the steps since they were logged.
+            stack.enter_context(values_kept((name, one.values) for name, one in metrics))
             # Of all modules: TE installs hooks on each during warmup, and leaves them if it fails.
             stack.callback(HookSnapshot(*modules).restore)
             for module in modules:

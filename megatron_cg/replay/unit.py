@@ -1,6 +1,7 @@
 """A layer to be captured."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,10 +10,31 @@ from torch import nn
 
 from megatron_cg.errors import CaptureError
 from megatron_cg.replay.guard import Entry, Mismatch
-from megatron_cg.replay.plain import KNOWN
+from megatron_cg.replay.plain import KNOWN, package_of
+from megatron_cg.upstream.symbols import Symbol
 
+SCALE = "main_loss_backward_scale"
+"""Of every autograd function of megatron-core that scales a loss of its own; graphs read it."""
+_SCALER = Symbol(
+    "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
+    "what scales the auxiliary loss of routers",
+    attributes=(SCALE, "set_loss_scale"),
+)
+_METRICS = "megatron.core.transformer.moe.moe_logging"
+_TRACKER = "_MOE_METRICS_TRACKER"
+RELIES_ON = (
+    _SCALER,
+    Symbol(f"{_METRICS}:{_TRACKER}", "Megatron's MoE metrics tracker"),
+    Symbol(f"{_METRICS}:MoEMetricsTracker", "what it is", attributes=("metrics",)),
+    Symbol(f"{_METRICS}:MetricEntry", "an entry of its metrics", attributes=("values",)),
+)
 ManualHook = tuple[Callable[..., None], tuple[nn.Module, ...]]
 """A function that is called before each replay, and its arguments."""
+
+
+def moe_metrics() -> Mapping[str, Any]:
+    """What Megatron's routers have recorded, by name; their passes add to its ``values``."""
+    return getattr(getattr(sys.modules.get(_METRICS), _TRACKER, None), "metrics", {})
 
 
 class Unit:
@@ -51,9 +73,19 @@ class Unit:
         """Packages of whose modules settings are compared; the code of others is observed."""
         return KNOWN if self.is_plain_module else KNOWN | {"torch"}
 
-    def entries(self) -> Iterable[Entry]:
-        """More rows for the table of what its graph depends on."""
-        return ()
+    def entries(self) -> Iterator[Entry]:
+        """More rows for the table of what its graph depends on: what routers write and read."""
+        kinds = {kind for one in (self.layer, *self.graphed) for kind in type(one).__mro__}
+        metrics = moe_metrics()
+        if not metrics or all(package_of(kind.__module__) != "megatron" for kind in kinds):
+            return
+        what = "Megatron's MoE metrics tracker"
+        yield Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)
+        scaler = _SCALER.find()  # Of others, such as MTP's, each step sets the scale anew.
+        yield Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}")
+        for name, entry in metrics.items():  # A graph with a router writes to its tensor.
+            yield Entry(vars(entry), "values", "metrics", f"the tensor of the MoE metric {name}")
+            yield Entry(metrics, name, "metrics", f"the MoE metric {name}")
 
     def kept(self) -> AbstractContextManager[None]:
         """Restore what a pass changes outside of the layer's modules."""

@@ -35,6 +35,7 @@ from megatron_cg.integrations.megatron import megatron_unit
 from megatron_cg.integrations.megatron.packs import Packs, agreed_packs
 from megatron_cg.integrations.megatron.steps import Source, Steps, repeat_if_needed
 from megatron_cg.replay.mismatch_policy import ReplayPolicy
+from megatron_cg.replay.unit import SCALE
 from megatron_cg.upstream.patch import Undo, combined_undo, replace_function, set_attribute
 from megatron_cg.upstream.symbols import Symbol, changed
 
@@ -327,7 +328,7 @@ def _make_loss_scales() -> None:
     no dimension, and a schedule could not copy into it.
     """
     for scaler in torch.autograd.Function.__subclasses__():
-        if getattr(scaler, megatron_unit.SCALE, False) is None and hasattr(scaler, _SET_SCALE):
+        if getattr(scaler, SCALE, False) is None and hasattr(scaler, _SET_SCALE):
             getattr(scaler, _SET_SCALE)(torch.ones(1, device=torch.cuda.current_device()))
 
 

@@ -30,7 +30,6 @@ Note [A mask that nobody reads]
     runs eagerly: Megatron's zeros are not made for an attention that may read them.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -52,7 +51,7 @@ from megatron_cg.errors import LEAVE_LAYER_OUT, HookError, say
 from megatron_cg.integrations.megatron.packs import PACK, ObservedPacks, Packs
 from megatron_cg.integrations.repeated_step import StepState
 from megatron_cg.replay.borders import in_backward_pass
-from megatron_cg.replay.guard import NOT_INPUTS, Entry, Mismatch, described
+from megatron_cg.replay.guard import NOT_INPUTS, Mismatch, described
 from megatron_cg.replay.guarded_graph import Prepared, replay_instead
 from megatron_cg.replay.plain import is_known
 from megatron_cg.replay.unit import ManualHook, Unit
@@ -163,18 +162,9 @@ _ATTENTION = Symbol(
 _OF_TE = "megatron.core.extensions.transformer_engine"
 """The module of Megatron's class around Transformer Engine's attention."""
 _LAYER = "megatron.core.transformer.module:GraphableMegatronModule"
-SCALE = "main_loss_backward_scale"
-"""Of every autograd function of megatron-core that scales a loss of its own; graphs read it."""
-_SCALER = Symbol(
-    "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler",
-    "what scales the auxiliary loss of routers",
-    attributes=(SCALE, "set_loss_scale"),
-)
-_METRICS = "megatron.core.transformer.moe.moe_logging"
-_TRACKER = "_MOE_METRICS_TRACKER"
 _BUFFERS = Symbol("megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER", "memory of all layers")
 RELIES_ON = (
-    *(_SAMPLES, _REPLAY_ARGS, _ATTENTION, _SCALER, _BUFFERS),
+    *(_SAMPLES, _REPLAY_ARGS, _ATTENTION, _BUFFERS),
     Symbol("megatron.core.utils:GlobalMemoryBuffer", "what it is", attributes=("buffer",)),
     Symbol("megatron.core.transformer.cuda_graphs:_layer_is_graphable", "what has a scope"),
     Symbol(
@@ -185,9 +175,6 @@ RELIES_ON = (
     Symbol(f"{_LAYER}._should_call_te_cudagraph", "what __call__ asks"),
     Symbol(f"{_LAYER}._te_cuda_graph_replay", "the replay"),
     Symbol(f"{_LAYER}._te_cuda_graph_capture", "the part of a layer that its graph holds"),
-    Symbol(f"{_METRICS}:{_TRACKER}", "Megatron's MoE metrics tracker"),
-    Symbol(f"{_METRICS}:MoEMetricsTracker", "what it is", attributes=("metrics",)),
-    Symbol(f"{_METRICS}:MetricEntry", "an entry of its metrics", attributes=("values",)),
 )
 
 HIDDEN = "hidden_states"
@@ -293,18 +280,6 @@ class MegatronUnit(Unit):
 
     def in_backward(self) -> AbstractContextManager[None]:
         return capturing_flag()
-
-    def entries(self) -> Iterator[Entry]:
-        tracker: Any = getattr(sys.modules.get(_METRICS), _TRACKER, None)
-        if tracker is None:  # No router has recorded anything.
-            return
-        what = "Megatron's MoE metrics tracker"
-        yield Entry(vars(sys.modules[_METRICS]), _TRACKER, "metrics", what)
-        scaler = _SCALER.find()  # Of others, such as MTP's, each step sets the scale anew.
-        yield Entry(vars(scaler), SCALE, "loss scale", f"{SCALE} of {scaler.__name__}")
-        for name, entry in tracker.metrics.items():  # A graph with a router writes to its tensor.
-            yield Entry(vars(entry), "values", "metrics", f"the tensor of the MoE metric {name}")
-            yield Entry(tracker.metrics, name, "metrics", f"the MoE metric {name}")
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """With autograd as usual.
