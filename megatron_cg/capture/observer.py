@@ -41,7 +41,7 @@ from megatron_cg.errors import CaptureError, say
 from megatron_cg.extensions import observe_code
 from megatron_cg.replay.borders import local
 from megatron_cg.replay.guard import Addresses, Entry, KeySet, Watched
-from megatron_cg.replay.plain import attribute, is_known, is_users_function
+from megatron_cg.replay.plain import attribute, is_known, users_parts
 from megatron_cg.replay.unit import Unit
 from megatron_cg.restore import device_generator, values_kept
 from megatron_cg.upstream.patch import Undo, run_instead, wrap_method
@@ -116,8 +116,8 @@ class PassObserver:
         self.code: CodeObserver | None = None
         """Observes modules whose classes are not known, or that hold a user's function."""
         modules = (unit.layer, *unit.graphed)
-        users = (is_users_function(one) for m in modules for one in vars(m).values())
-        if any(users) or any(not is_known(module, unit.known_packages) for module in modules):
+        users = (part for module in modules for part in users_parts(module))
+        if any(not is_known(one, unit.known_packages) for one in modules) or any(users):
             self.code = observe_code(unit, self._samples, self.addresses)
 
     @property

@@ -11,7 +11,8 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator
 from enum import Enum
-from types import FunctionType, MappingProxyType, ModuleType
+from functools import partial
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -194,7 +195,21 @@ def is_known(owner: Any, packages: frozenset[str] = KNOWN) -> bool:
 
 
 def is_users_function(value: Any) -> bool:
-    return isinstance(value, FunctionType) and package_of(value.__module__) not in LIBRARIES
+    """Whether a user wrote the function, that of a method or partial, or a callable's class."""
+    while isinstance(value, partial | MethodType):
+        value = value.func if isinstance(value, partial) else value.__func__
+    if isinstance(value, type | ModuleType | torch.nn.Module) or not callable(value):
+        return False
+    made = {value.__globals__.get("__name__")} if isinstance(value, FunctionType) else set[str]()
+    owner = value if made else type(value)  # ``functools.wraps`` gives it another's module.
+    return any(package_of(name) not in LIBRARIES for name in (owner.__module__, *made))
+
+
+def users_parts(module: Any) -> Iterator[tuple[str, Any]]:
+    """What users wrote on a module, and on its classes below those that torch has for all."""
+    kinds = type(module).__mro__
+    for held in map(vars, (module, *kinds[: kinds.index(torch.nn.Module)])):
+        yield from ((name, one) for name, one in held.items() if is_users_function(one))
 
 
 def package_of(module: str | None) -> str:

@@ -100,7 +100,7 @@ def settings_of(units: Iterable[Unit]) -> Objects:
             seen.add(id(module))
             where, own = f"{unit.name}, {names.get(module) or 'the layer itself'}", vars(module)
             for key in _counted(module, is_users=is_users):
-                entries.append(Entry(own, key, _CLAUSE, f"{key} of {where}", _is_setting))
+                entries.append(Entry(own, key, _CLAUSE, f"{key} of {where}", _counts))
             entries.append(Entry(_CLASSES, module, _CLAUSE, f"the class of {where}"))
             kind: Any = type(module)
             key_sets.append(KeySet(own, _CLAUSE, f"{where}: ", _names_of(kind).__contains__))
@@ -151,6 +151,11 @@ def _of_class_and_config(module: nn.Module, seen: set[int]) -> Iterator[Entry]:
 def _is_setting(value: Any) -> bool:
     """Whether the attribute of a module counts."""
     return isinstance(value, _OF_MODULES) or (type(value) is tuple and all(map(is_plain, value)))
+
+
+def _counts(value: Any) -> bool:
+    """Whether it counts in place of None, 0 or 1: code of the layer may compute with a tensor."""
+    return _is_setting(value) or isinstance(value, torch.Tensor)
 
 
 def _is_no_function(value: Any) -> bool:

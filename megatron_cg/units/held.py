@@ -115,7 +115,8 @@ def held_by(value: Any, what: str) -> list[Entry]:
         items = Attributes(value)
         return [Entry(items, key, "state", f"{what}[{key}]") for key in range(len(value))]
     if isinstance(value, partial | MethodType):
-        keys = ("args", "keywords") if isinstance(value, partial) else ("__self__",)
+        keys = ["args", "keywords"] if isinstance(value, partial) else ["__self__"]
+        keys += ["func"] * (type(value) is partial)  # Not of those that replace functions here.
         return [Entry(Attributes(value), key, "state", attribute(what, key)) for key in keys]
     return attributes_of(value, what) if is_object(value) else []
 

@@ -39,10 +39,10 @@ from megatron_cg.replay.plain import (
     is_array,
     is_known,
     is_plain,
-    is_users_function,
     package_of,
     restore_contents,
     same_value,
+    users_parts,
 )
 from megatron_cg.replay.settings import OF_FSDP
 from megatron_cg.restore import Restores
@@ -82,6 +82,9 @@ class PythonState:
         self._of_known = held.INTERNAL.union(names, OF_FSDP)
         """With the names in code of the layer's known classes, such as ``current_microbatch``."""
         self._modules, self._inner = dict(modules), {*map(id, (*modules.values(), *around))}
+        known_modules = [pair for pair in modules.items() if is_known(pair[1], LIBRARIES)]
+        self._of_users = [(path, m, [*users_parts(m)]) for path, m in known_modules]
+        """What users wrote on modules of known classes."""
         self._calls: dict[int, ref[nn.Module]] = {}
         """By id, the modules that were called."""
         self.names: set[str] = set()
@@ -280,6 +283,9 @@ class PythonState:
     def _elsewhere(self) -> Iterator[tuple[Any, Any, str]]:
         """Those that are no attributes of a module: of globals, classes, functions, and so on."""
         yield from self._globals.values()
+        for path, module, parts in self._of_users:
+            for name in [n for n, _ in parts if n in vars(module).keys() - held.INTERNAL]:
+                yield vars(module), name, f"attribute {attribute(path, name)}"
         if not _FROM_ENVIRONMENT.isdisjoint(self.own_names):  # Also in what is cached.
             self._variables.update(filter(str.isupper, self.own_names))
         for name in self._variables:
@@ -292,8 +298,8 @@ class PythonState:
         found = [*self._owners.values()]
         found += [(holder.get(name), what) for holder, name, what in self._globals.values()]
         found += [(sys.modules.get(name), name) for name in self._imports]
+        found += [(one, name) for _, _, parts in self._of_users for name, one in parts]
         for module in self._modules.values():
-            found += [(one, name) for name, one in vars(module).items() if is_users_function(one)]
             if not is_known(module, LIBRARIES):
                 found.append((type(module), type(module).__name__))
                 found += [(value, name) for name, value in vars(module).items()]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial, wraps
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -15,12 +16,15 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import relu
 
 from megatron_cg.errors import HookError
+from megatron_cg.replay.guard import Objects
 from megatron_cg.replay.settings import settings_of
 from megatron_cg.replay.unit import Unit
 from megatron_cg.tape.tape_backend import TapeBackend
@@ -126,10 +130,24 @@ def after_an_error(trainer: Any) -> list[Any]:
 
 
 GAIN = [1.0]
+PATCHED = "what a method reads that was put into a class of Megatron"
 
 
 def activated(x: torch.Tensor) -> torch.Tensor:
     return relu(x) * GAIN[0]
+
+
+class Activation:
+    gain = 1.0
+
+    def __call__(self, x: torch.Tensor, power: int = 1) -> torch.Tensor:
+        return relu(x) ** power * self.gain
+
+
+@wraps(MLP.forward)  # It then has Megatron's name.
+def gained(self: Any, *args: Any, _own: Any = MLP.forward, **kwargs: Any) -> Any:
+    output, bias = _own(self, *args, **kwargs)
+    return output * GAIN[0], bias
 
 
 class Scaled(TransformerLayer):  # type: ignore[misc]
@@ -179,12 +197,22 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
         DENSE | {"options": {"activation_func": activated}},
         lambda _: GAIN.__setitem__(0, 0.5),
     ),
+    "what an own callable reads": (
+        DENSE | {"options": {"activation_func": Activation()}},
+        to("config.activation_func.gain", 0.5),
+    ),
+    "what a partial method reads": (
+        DENSE | {"options": {"activation_func": partial(Activation().__call__, power=2)}},
+        to("config.activation_func.func.__self__.gain", 0.5),
+    ),
+    PATCHED: (DENSE, lambda _: GAIN.__setitem__(0, 0.5)),
     "config": (DENSE, to("config.activation_func", relu)),
     "none": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.scale", 0.5)),
     "none to a tuple": (DENSE, to(f"{ATTENTION}.scale_mask_softmax.window_size", (2, 0))),
     "none to what counts": (DENSE, to("mlp.linear_fc1.grad_output_buffer", 0)),
     "dropout from 0": (DENSE | {"dropout": 0}, to(f"{ATTENTION}.attention_dropout.p", 0.5)),
     "own config": (DENSE, lambda layer: setattr(layer.mlp, "config", copy(layer.config))),
+    "none to a tensor": (MOE, to("mlp.router.bias", torch.tensor([1.0, 0.0, 0.0, 0.0]))),
     "enum": (DENSE, to(f"{ATTENTION}.attn_mask_type", AttnMaskType.no_mask)),
     "method": (DENSE, method),
     "method of a dispatcher": (
@@ -234,7 +262,8 @@ def all_cases() -> dict[str, Any]:
     found = dict[str, Any]()
     for name, (shape, act, _) in CASES.items():
         kind, _ = OWN.get(name, (TransformerLayer, None))
-        with patch.object(gpt_layer_specs, "TransformerLayer", kind):
+        forward = patch.object(MLP, "forward", gained if name == PATCHED else MLP.forward)
+        with patch.object(gpt_layer_specs, "TransformerLayer", kind), forward:
             found[name] = compared(act, CpuModelConfig(**shape))
     return found
 
@@ -263,6 +292,22 @@ def test_settings_of_megatrons_modules_count_in_plain_units_too(one_rank: None) 
         assert settings.broken() is None
         mlp.activation_func = relu
         assert "activation_func of mlp" in str(settings.broken())
+
+
+def test_losses_of_routers_are_summed_as_before_a_capture_and_in_place(one_rank: None) -> None:
+    moe_logging.destroy_moe_metrics_tracker()
+    with trainer_of(CpuModelConfig(**MOE), graphs=True) as trainer:
+        trainer.step()
+        metric = moe_logging.get_moe_metrics_tracker().metrics["load_balancing_loss"]
+        before = metric.values.clone()
+        trainer.capture(TapeBackend())
+        assert metric.values.equal(before) and before.any()
+        router = layers_of(trainer)[0].mlp.router
+        unit = Unit("router", router, (router,))
+        table = Objects(unit.entries(), ())
+        assert table.broken() is None and not [*Unit("norm", nn.Identity(), ()).entries()]
+        metric.values = before
+        assert "the tensor of the MoE metric load_balancing_loss" in str(table.broken())
 
 
 def test_the_phase_of_a_module_under_v2_is_no_setting(one_rank: None) -> None:
