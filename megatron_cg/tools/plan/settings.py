@@ -42,6 +42,7 @@ _DETERMINISTIC_PACK = 1 << 30
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _OF_BLACKWELL = 150 * 2**30  # memory that no Hopper GPU has
 _ON_HOPPER = "graphs hold dropless experts on Hopper GPUs alone"
+_LOCAL = "--transformer-impl local computes them one by one and reads their counts on the CPU"
 _BATCH = "give a --global-batch-size that is a multiple of --micro-batch-size x data-parallel ranks"
 _OF_TE = (
     "megatron.core.transformer.moe.moe_utils",
@@ -57,7 +58,7 @@ class Settings:
     graph: GraphArguments
     broken: tuple[Violation, ...]  # of our rules, then Megatron's own, which is named ``megatron``
     notes: tuple[str, ...] = ()
-    against_experts: str = ""  # why no graph holds dropless experts on these GPUs
+    against_experts: str = ""  # why no graph can hold dropless experts
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,7 +106,7 @@ def settings_of(
     )
     capability = _BLACKWELL if room > _OF_BLACKWELL else _HOPPER
     broken = (*violations(run, graph, where), *_of_plan(args, run, graph, capability))
-    notes = [*notices(run, where), *_limits(args)]
+    notes = [*notices(run, where), *_limits(args, run)]
     if capability == _BLACKWELL:
         notes.append("Blackwell GPUs were not measured: start with megatron-cg align on one host")
     elif gemm != "te":
@@ -124,14 +125,14 @@ def settings_of(
         broken += (Violation("megatron", "Megatron stops", why, remedy),)
     if hint and (broken or any("$" in word for word in unknown)):
         notes.insert(0, hint)
-    return Settings(args, run, graph, broken, tuple(notes), _ON_HOPPER * (capability == _BLACKWELL))
+    against = _LOCAL if args.transformer_impl == "local" else _ON_HOPPER * (capability > _HOPPER)
+    return Settings(args, run, graph, broken, tuple(notes), against)
 
 
 def require_model(line: LaunchLine) -> str:
     """Raise LaunchLineError for a line without a model; a hint if there are variables in it."""
     if line.has("--yaml-cfg"):
-        text = "--yaml-cfg: give the run's settings on the command line; no rule reads the file"
-        raise LaunchLineError(text)
+        raise LaunchLineError("--yaml-cfg is not read: give the settings on the command line")
     if variables := [word for word in line.words if "$" in word]:
         return f"{' '.join(variables)}: give the line as the shell expands it"
     if not line.has("--hidden-size"):
@@ -196,13 +197,12 @@ def _check_unknown(words: Sequence[str], line: LaunchLine) -> None:
             raise LaunchLineError(f"Megatron would refuse {word}: {known}{meant} {instead}")
 
 
-def _limits(args: Any) -> Iterator[str]:
+def _limits(args: Any, run: RunArguments) -> Iterator[str]:
     if args.fp4 or args.fp8:
         yield "activations, and FP8 or FP4 weights, are counted as in BF16: the run may need less"
     if args.use_checkpoint_args:
         yield "--use-checkpoint-args: the checkpoint is not read, only the flags are"
-    layers = args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json
-    if layers or (args.spec and not args.hybrid_layer_pattern):
+    if run.custom_layers and not args.hybrid_layer_pattern:
         yield "a layer spec decides the layers; they are counted as those of the other flags"
     if args.padded_vocab_size is None and args.vocab_size is None:
         yield f"the tokenizer's vocabulary is counted as {VOCABULARY:,}; --vocab-size says it"

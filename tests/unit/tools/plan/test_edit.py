@@ -68,7 +68,7 @@ def test_what_graphs_cannot_have_is_changed_with_the_reason(
 @pytest.mark.parametrize(
     ("flags", "scopes"),
     [
-        ("", "attn moe"),
+        ("--transformer-impl local", "attn moe_router moe_preprocess"),
         ("--fp8-format hybrid", "attn moe_router"),
         ("--expert-model-parallel-size 2", "attn moe"),
         ("--moe-token-dispatcher-type flex", "attn moe_router"),
