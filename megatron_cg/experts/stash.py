@@ -183,10 +183,7 @@ class Stash:
         self.forget()
 
     def hold(self) -> Callable[[], None]:
-        """Keep the memory for the graphs that were captured; returns the undo.
-
-        See Note [Whose memory].
-        """
+        """Keep it for the graphs that were captured, see Note [Whose memory]; returns the undo."""
         held = [one for one in [self._captured] if one and not one.memory.is_cuda]
         self.forget()
         return held.clear

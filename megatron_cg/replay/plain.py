@@ -206,10 +206,11 @@ def is_users_function(value: Any) -> bool:
 
 
 def users_parts(module: Any) -> Iterator[tuple[str, Any]]:
-    """What users wrote on a module, and on its classes below those that torch has for all."""
+    """What users wrote on a module, and but for constructors on its classes below torch's own."""
     kinds = type(module).__mro__
     for held in map(vars, (module, *kinds[: kinds.index(torch.nn.Module)])):
-        yield from ((name, one) for name, one in held.items() if is_users_function(one))
+        names = [name for name in held if name != "__init__"]
+        yield from ((name, held[name]) for name in names if is_users_function(held[name]))
 
 
 def package_of(module: str | None) -> str:

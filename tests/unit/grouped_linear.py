@@ -12,8 +12,8 @@ from torch import nn
 
 from megatron_cg.tape.fakes import module_entry
 
-_REPLACED = "transformer_engine.pytorch.module.grouped_linear"
-"""The classes say that they are of it, so that a capture trusts them as Transformer Engine's."""
+_HERE, _REPLACED = sys.modules[__name__], "transformer_engine.pytorch.module.grouped_linear"
+"""The classes and their code say that they are of it, so that a capture trusts them as its."""
 SETTINGS = (None,) * 24
 """What Transformer Engine passes besides tensors, of a layer that uses none of it."""
 
@@ -21,14 +21,26 @@ SETTINGS = (None,) * 24
 @contextmanager
 def in_place_of_te() -> Iterator[None]:
     """Let what is done to Transformer Engine's grouped GEMM be done to this one."""
-    with module_entry(_REPLACED, sys.modules[__name__]):
+    with module_entry(_REPLACED, _HERE):
         yield
+
+
+def grouped_experts(layer: Any) -> Any:
+    """Megatron's MoE layer with its grouped experts, which need no Transformer Engine here."""
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+    grouped = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    submodules = replace(
+        layer.keywords["submodules"], experts=partial(TEGroupedMLP, submodules=grouped)
+    )
+    return partial(layer, submodules=submodules)
+
+
+__name__ = _REPLACED  # Of all below.
 
 
 class _GroupedLinear(torch.autograd.Function):
     """The contract of Transformer Engine's; see ``experts/grouped_gemm.py``."""
-
-    __module__ = _REPLACED
 
     @staticmethod
     def forward(
@@ -60,8 +72,6 @@ class GroupedLinear(nn.Module):
 
     Takes the arguments of megatron-core's ``TEGroupedLinear``; those not named here are ignored.
     """
-
-    __module__ = _REPLACED
 
     def __init__(
         self,
@@ -99,14 +109,3 @@ class GroupedLinear(nn.Module):
 
     def backward_dw(self) -> None:
         """Nothing: weight gradients are not delayed."""
-
-
-def grouped_experts(layer: Any) -> Any:
-    """Megatron's MoE layer with its grouped experts, which need no Transformer Engine here."""
-    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-
-    grouped = GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-    submodules = replace(
-        layer.keywords["submodules"], experts=partial(TEGroupedMLP, submodules=grouped)
-    )
-    return partial(layer, submodules=submodules)
